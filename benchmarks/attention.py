@@ -1,0 +1,185 @@
+"""flexc and its peers, side by side in one process: medians of interleaved measurements, as a table and as JSON lines.
+
+    python benchmarks/attention.py                                                # bf16, B2 H16 S8192 D128, every pattern
+    python benchmarks/attention.py --shape 1,64,8,32768,32768,128 --out results/h200.jsonl
+    python benchmarks/attention.py --compare results/h200.jsonl                   # the table of measurements taken before
+
+The first system that answers is the one that the others' outputs are compared with: a system that computes something else is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import tables
+import torch
+from measure import FIELDS, circumstances, describe, flops, interleaved
+from patterns import NAMES, pattern
+from systems import DEFAULT, SYSTEMS, Case, Missing, Prepared, Shape
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def make_case(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> Case:
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(heads: int, length: int, width: int) -> torch.Tensor:
+        return torch.randn(shape.B, heads, length, width, generator=generator, device=device, dtype=dtype)
+
+    q, k, v = normal(shape.Hq, shape.Sq, shape.D), normal(shape.Hkv, shape.Skv, shape.D), normal(shape.Hkv, shape.Skv, shape.Dv)
+    dout = normal(shape.Hq, shape.Sq, shape.Dv)
+    inputs = (x.requires_grad_() for x in (q, k, v))
+    return Case(shape, pattern(name, shape.Sq, shape.Skv, device), *inputs, dout)
+
+
+def prepare(case: Case, names: Sequence[str], report: Callable[[str], None]) -> dict[str, Prepared]:
+    """The systems that can do the case, each called once."""
+    ready: dict[str, Prepared] = {}
+    first: tuple[str, torch.Tensor] | None = None
+    for name in names:
+        try:
+            prepared = SYSTEMS[name](case)
+            with torch.no_grad():
+                out = prepared.forward()
+            out = out.transpose(1, 2) if prepared.is_bshd else out
+            if first is None:
+                first = name, out
+            else:
+                difference = (out.float() - first[1].float()).abs().max().item()
+                if not difference < 0.05:
+                    report(f"{name}: output differs from {first[0]}'s by {difference:.3f}")
+            ready[name] = prepared
+        except Missing as error:
+            report(f"{name}: skipped, {error}")
+        except Exception as error:
+            report(f"{name}: {describe(error)}")
+    return ready
+
+
+def forward_call(prepared: Prepared) -> Callable[[], object]:
+    def call() -> torch.Tensor:
+        with torch.no_grad():
+            return prepared.forward()
+
+    return call
+
+
+def backward_call(prepared: Prepared) -> Callable[[], object]:
+    out = prepared.forward()
+    return lambda: torch.autograd.grad(out, prepared.inputs, prepared.dout, retain_graph=True)
+
+
+def calls_of(ready: dict[str, Prepared], direction: str, report: Callable[[str], None]) -> dict[str, Callable[[], object]]:
+    make, calls = {"fwd": forward_call, "bwd": backward_call}[direction], {}
+    for name, prepared in ready.items():
+        try:
+            calls[name] = make(prepared)
+        except Exception as error:
+            report(f"{name} {direction}: {describe(error)}")
+    return calls
+
+
+def measure(
+    shape: Shape,
+    name: str,
+    systems: Sequence[str],
+    directions: Sequence[str],
+    dtype: str,
+    rounds: int,
+    device: torch.device,
+    report: Callable[[str], None],
+    commit: str | None = None,
+) -> list[tables.Record]:
+    """Records, with exactly the fields FIELDS, of every system that can do the case."""
+    if device.type == "cuda":
+        torch._dynamo.reset()  # past eight variants of one function, torch.compile falls back to eager
+    records, about = [], circumstances(device, commit)
+    case = make_case(name, shape, DTYPES[dtype], device)
+    ready = prepare(case, systems, report)
+    for direction in directions:
+        times = interleaved(calls_of(ready, direction, report), rounds, device, report)
+        work = flops(shape, case.pattern.pairs, direction)
+        for system, ms in times.items():
+            values = {"system": system, "pattern": name, "dtype": dtype, **vars(shape), "direction": direction}
+            values |= {"ms": round(ms, 5), "tflops": round(work / ms / 1e9, 2), **about}
+            records.append({field: values[field] for field in FIELDS})
+    return records
+
+
+def read(paths: Sequence[Path]) -> list[tables.Record]:
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines() if line.strip()]
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    def listed(known: Sequence[str]) -> Callable[[str], list[str]]:
+        def parse(text: str) -> list[str]:
+            names = text.split(",")
+            unknown = sorted(set(names) - set(known))
+            if unknown:
+                raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; known: {', '.join(known)}")
+            return names
+
+        return parse
+
+    def shape(text: str) -> Shape:
+        try:
+            return Shape.parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    parser = argparse.ArgumentParser(description="Measure flexc and its peers side by side.")
+    parser.add_argument("--shape", type=shape, action="append", metavar="B,Hq,Hkv,Sq,Skv,D[,Dv]", help="repeatable (2,16,16,8192,8192,128)")
+    parser.add_argument("--patterns", type=listed(NAMES), default=list(NAMES), help=f"of {','.join(NAMES)}")
+    parser.add_argument("--systems", type=listed(list(SYSTEMS)), default=list(DEFAULT), help=f"of {','.join(SYSTEMS)}")
+    parser.add_argument("--directions", type=listed(["fwd", "bwd"]), default=["fwd", "bwd"], help="of fwd,bwd")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
+    parser.add_argument("--rounds", type=int, default=10, help="turns of each system (10)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, metavar="FILE.jsonl", help="append the measurements to this file as they come")
+    parser.add_argument("--commit", help="recorded where the checkout cannot tell")
+    parser.add_argument("--compare", type=Path, nargs="+", metavar="FILE.jsonl", help="measure nothing, show these measurements")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> list[tables.Record]:
+    options = arguments(argv)
+    if options.compare:
+        records = read(options.compare)
+        tables.show(records)
+        return records
+    skipped: set[str] = set()
+
+    def report(line: str) -> None:
+        """A skipped system is named once; an error, each time."""
+        if line in skipped:
+            return
+        if "skipped, " in line:
+            skipped.add(line)
+        print(f"  {line}", flush=True)
+
+    device = torch.device(options.device)
+    records: list[tables.Record] = []
+    for shape in options.shape or [Shape.parse("2,16,16,8192,8192,128")]:
+        for name in options.patterns:
+            print(f"{name}, {shape} {options.dtype}", flush=True)
+            try:
+                asked = (options.systems, options.directions, options.dtype, options.rounds)
+                found = measure(shape, name, *asked, device, report, options.commit)
+            except Exception as error:
+                report(f"{name}, {shape}: {describe(error)}")
+                continue
+            records += found
+            if options.out:
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                with options.out.open("a") as file:
+                    file.writelines(json.dumps(record) + "\n" for record in found)
+    if records:
+        tables.show(records)
+    return records
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""The attention patterns that are measured: function, mask and number of unmasked pairs. Shared by flexc and FlexAttention alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+WINDOW, DOCUMENTS, PREFIX, CAP = 1024, 8, 2048, 20.0
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """score_mod and mask_mod, written so that flexc and FlexAttention both take them; None where there is none."""
+
+    name: str
+    score_mod: Callable | None
+    mask_mod: Callable | None
+    pairs: int  # unmasked (query, key) pairs of one head
+
+
+def document_ids(length: int) -> torch.Tensor:
+    """int32 [S], on the CPU: DOCUMENTS documents of random lengths, the same each time."""
+    generator = torch.Generator().manual_seed(1)
+    documents = min(DOCUMENTS, length)
+    cuts = torch.sort(torch.randperm(length - 1, generator=generator)[: documents - 1] + 1).values
+    ids = torch.zeros(length, dtype=torch.int32)
+    ids[cuts] = 1
+    return ids.cumsum(0).int()
+
+
+def pairs(name: str, q_len: int, kv_len: int) -> int:
+    """Unmasked pairs of one head, counted row by row; nothing of size Sq × Skv is made."""
+    rows = torch.arange(q_len)
+    seen = torch.clamp(rows + 1, max=kv_len)  # keys with kv_idx <= q_idx
+    if name == "full":
+        return q_len * kv_len
+    if name in ("causal", "alibi_causal", "softcap_causal"):
+        return int(seen.sum())
+    if name == "sliding":
+        first = torch.clamp(rows - WINDOW, min=0, max=kv_len)
+        return int((seen - torch.minimum(first, seen)).sum())
+    if name == "prefix":
+        return int(torch.clamp(seen, min=min(PREFIX, kv_len)).sum())
+    if name == "document":
+        ids = document_ids(max(q_len, kv_len))
+        starts = torch.searchsorted(ids, ids)  # first token of each token's document
+        return int(torch.clamp(seen - starts[:q_len], min=0).sum())
+    raise KeyError(name)
+
+
+def causal(batch, head, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def sliding(batch, head, q_idx, kv_idx):
+    return (q_idx >= kv_idx) & (q_idx - kv_idx <= WINDOW)
+
+
+def prefix(batch, head, q_idx, kv_idx):
+    return (q_idx >= kv_idx) | (kv_idx < PREFIX)
+
+
+def same_document(ids: torch.Tensor) -> Callable:
+    def document(batch, head, q_idx, kv_idx):
+        return (ids[q_idx] == ids[kv_idx]) & (q_idx >= kv_idx)
+
+    return document
+
+
+def alibi(score, batch, head, q_idx, kv_idx):
+    return score - torch.exp2(-(head + 1) * 0.5) * (q_idx - kv_idx).abs()
+
+
+def soft_cap(score, batch, head, q_idx, kv_idx):
+    return CAP * torch.tanh(score / CAP)
+
+
+NAMES = ("full", "causal", "sliding", "document", "prefix", "alibi_causal", "softcap_causal")
+
+
+def pattern(name: str, q_len: int, kv_len: int, device: str | torch.device) -> Pattern:
+    masks = {"full": None, "sliding": sliding, "prefix": prefix}
+    scores = {"alibi_causal": alibi, "softcap_causal": soft_cap}
+    mask = same_document(document_ids(max(q_len, kv_len)).to(device)) if name == "document" else masks.get(name, causal)
+    return Pattern(name, scores.get(name), mask, pairs(name, q_len, kv_len))

@@ -1,0 +1,61 @@
+"""flexc: attention variants as plain Python functions, compiled to one fused kernel.
+
+Glossary, the same in every room:
+
+    B, Hq, Hkv     batch, query heads, key/value heads (Hq is a multiple of Hkv)
+    Sq, Skv        query and key tokens
+    D, Dv          head dimension of q and k, of v
+    Bq, Bkv        tokens of a block of queries, of keys
+    score          scale · q·k, float32
+    lse            natural logarithm of the sum of exponentials of a row's scores
+"""
+
+from flexc import masks, scores
+from flexc.algebra import Mask, mask
+from flexc.api import AuxOutput, Kernel, attention, kernel
+from flexc.check import CheckReport, check
+from flexc.errors import (
+    FlexcError,
+    IndexRangeError,
+    InputError,
+    InternalError,
+    SettingError,
+    ShapeError,
+    ToolchainError,
+    TraceError,
+    UnsupportedError,
+)
+from flexc.frontend import constant, runtime, where
+from flexc.reference import reference
+from flexc.sparsity import BlockMap
+from flexc.target import Target
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AuxOutput",
+    "BlockMap",
+    "CheckReport",
+    "FlexcError",
+    "IndexRangeError",
+    "InputError",
+    "InternalError",
+    "Kernel",
+    "Mask",
+    "SettingError",
+    "ShapeError",
+    "Target",
+    "ToolchainError",
+    "TraceError",
+    "UnsupportedError",
+    "attention",
+    "check",
+    "constant",
+    "kernel",
+    "mask",
+    "masks",
+    "reference",
+    "runtime",
+    "scores",
+    "where",
+]

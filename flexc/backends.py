@@ -1,0 +1,251 @@
+"""The backends behind one interface: what each takes, how it plans and prints, which blocks its kernels walk, how its modules are called."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flexc.codegen import cpu as cpu_codegen
+from flexc.codegen import triton as triton_codegen
+from flexc.errors import InputError, ToolchainError, UnsupportedError
+from flexc.ir.graph import Graph
+from flexc.passes.base2 import lower_to_base2
+from flexc.passes.derivative import differentiate
+from flexc.sparsity import BlockMap
+from flexc.target import Target
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Sizes of one call. Only head_dim, head_dim_v, dtype and the ratio of heads reach the generated code (and lengths on the CPU).
+
+    Attributes:
+        batch, heads_q, heads_kv: B, Hq, Hkv.
+        q_len, kv_len: Sq, Skv, in tokens.
+        head_dim, head_dim_v: D, Dv.
+        dtype: of q, k, v and the output.
+        bulk: q, k and v lie so that hardware bulk copies (TMA) can read them: 16-byte aligned base and strides.
+    """
+
+    batch: int
+    heads_q: int
+    heads_kv: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    bulk: bool = True
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key/value head."""
+        return self.heads_q // self.heads_kv
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype without "torch."."""
+        return str(self.dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user can ask of a kernel: all of it is part of the key.
+
+    Attributes:
+        precision: "fast" (hardware approximations within the accuracy rule), "exact" (none), "tf32" (fast, float32 products in TF32).
+        deterministic: gradients of captured tensors must not depend on the order of atomic additions.
+        tiles: (kernel, tile) pairs that replace the computed tiles; how autotuning hands over its winners.
+    """
+
+    precision: str = "fast"
+    deterministic: bool = False
+    tiles: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Call:
+    """The values of one call, as a generated module takes them: last dimensions contiguous, scale > 0."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    tensors: tuple[Tensor, ...]
+    scalars: tuple[int | float, ...]
+
+
+Maps = Mapping[str, BlockMap]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to run attention.
+
+    Attributes:
+        name: "cpu" or "triton".
+        templates: files below templates/ that its modules are made from; they are part of the key.
+        lower: graph after the passes → what `plan` and `emit` take.
+        plan: (graph, shapes, target, options) → frozen dataclass.
+        emit: (graph, plan, target, title) → module text.
+        blocks: plan → block size of each map that the module's kernels walk, by name; empty where they walk none.
+        forward: (module, call, maps) → out, lse.
+        backward: (module, call, maps, out, lse, dout, dlse) → dq, dk, dv, gradients of the captured tensors.
+        packages: distributions whose versions are part of the key.
+    """
+
+    name: str
+    templates: tuple[str, ...]
+    lower: Callable[[Graph], Graph]
+    plan: Callable[[Graph, Shapes, Target, Options], Any]
+    emit: Callable[[Graph, Any, Target, str], str]
+    blocks: Callable[[Any], dict[str, tuple[int, int]]]
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor, Sequence[Tensor | None]]]
+    packages: tuple[str, ...]
+
+
+def _plan_cpu(graph: Graph, shapes: Shapes, target: Target, options: Options) -> Any:
+    return cpu_codegen.plan(
+        graph,
+        q_len=shapes.q_len,
+        kv_len=shapes.kv_len,
+        head_dim=shapes.head_dim,
+        head_dim_v=shapes.head_dim_v,
+        dtype=shapes.dtype_name,
+    )
+
+
+def _plan_triton(graph: Graph, shapes: Shapes, target: Target, options: Options) -> Any:
+    plan = triton_codegen.make_plan(
+        graph,
+        target,
+        dtype=shapes.dtype_name,
+        head_dim=shapes.head_dim,
+        head_dim_v=shapes.head_dim_v,
+        group=shapes.group,
+        tma=shapes.bulk,
+        precision=options.precision,
+        interpreted=is_interpreted(),
+        tiles=dict(options.tiles),
+    )
+    if options.deterministic and any(t.needs_grad for t in graph.tensors):
+        raise UnsupportedError(
+            "deterministic=True with a captured tensor that requires a gradient, on the triton backend: its additions are atomic. "
+            'Use backend="cpu", or detach the tensor'
+        )
+    return plan
+
+
+def _forward_cpu(module: Any, call: Call, maps: Maps) -> tuple[Tensor, Tensor]:
+    found = maps.get("forward")
+    rows, block = (None, None) if found is None else (found.rows(), found.block)
+    return module.forward(call.q, call.k, call.v, call.scale, call.tensors, call.scalars, rows, block)
+
+
+def _backward_cpu(module: Any, call: Call, maps: Maps, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Any:
+    found = maps.get("forward")
+    rows, block = (None, None) if found is None else (found.rows(), found.block)
+    return module.backward(call.q, call.k, call.v, out, lse, dout, dlse, call.scale, call.tensors, call.scalars, rows, block)
+
+
+def _forward_triton(module: Any, call: Call, maps: Maps) -> tuple[Tensor, Tensor]:
+    rows = maps["forward"].row_walk() if maps else None
+    return module.forward(call.q, call.k, call.v, call.scale, call.tensors, call.scalars, rows)
+
+
+def _backward_triton(module: Any, call: Call, maps: Maps, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Any:
+    rows, columns = (maps["dq"].row_walk(), maps["dkv"].column_walk()) if maps else (None, None)
+    if not reads_in_bulk([dout]):
+        dout = dout.contiguous()
+    if dlse is not None:
+        dlse = dlse.contiguous()
+    return module.backward(call.q, call.k, call.v, out, lse, dout, dlse, call.scale, call.tensors, call.scalars, rows, columns)
+
+
+CPU = Backend(
+    name="cpu",
+    templates=("cpu/attention.py.j2",),
+    lower=differentiate,
+    plan=_plan_cpu,
+    emit=lambda graph, plan, target, title: cpu_codegen.emit(graph, plan),
+    blocks=lambda plan: {"forward": plan.block},
+    forward=_forward_cpu,
+    backward=_backward_cpu,
+    packages=("torch",),
+)
+TRITON = Backend(
+    name="triton",
+    templates=("triton/attention.py.j2", "triton/host.py.j2"),
+    lower=lambda graph: lower_to_base2(differentiate(graph)),
+    plan=_plan_triton,
+    emit=lambda graph, plan, target, title: triton_codegen.emit(graph, plan, target, title=title),
+    blocks=triton_codegen.map_blocks,
+    forward=_forward_triton,
+    backward=_backward_triton,
+    packages=("torch", "triton"),
+)
+BACKENDS = {backend.name: backend for backend in (TRITON, CPU)}
+
+
+def is_interpreted() -> bool:
+    """Whether Triton kernels run in Triton's interpreter, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def choose(name: str, device: torch.device | None) -> tuple[Backend, str]:
+    """The backend to use and why.
+
+    Args:
+        name: "auto" or a backend's name.
+        device: where the tensors are; None if code is only compiled for a target.
+
+    Raises:
+        InputError: no such backend.
+        UnsupportedError: the backend cannot run on this device.
+        ToolchainError: a package is missing.
+    """
+    if name == "cute":
+        raise UnsupportedError('backend "cute": it has no templates in this version; use backend="triton", or "auto"')
+    if name != "auto" and name not in BACKENDS:
+        raise InputError(f'unknown backend {name!r}: expected "auto", ' + ", ".join(f'"{known}"' for known in BACKENDS))
+    if name == "auto":
+        if device is None or device.type == "cuda":
+            _need_triton()
+            return TRITON, "a CUDA device: triton, the fastest backend that supports every request there"
+        if device.type == "cpu":
+            return CPU, "the tensors are on the CPU: blockwise PyTorch"
+        raise UnsupportedError(f"device {device.type}: expected cuda or cpu")
+    backend = BACKENDS[name]
+    if backend is TRITON:
+        _need_triton()
+        if device is not None and device.type != "cuda" and not is_interpreted():
+            raise UnsupportedError(
+                f"the triton backend needs CUDA tensors, got {device.type}: move q, k and v to a GPU, or set TRITON_INTERPRET=1 to debug there"
+            )
+    elif device is not None and device.type != "cpu":
+        raise UnsupportedError(f"the cpu backend needs CPU tensors, got {device.type}")
+    return backend, f"asked for by backend={name!r}"
+
+
+def _need_triton() -> None:
+    if importlib.util.find_spec("triton") is None:
+        raise ToolchainError("the triton backend needs the package triton >= 3.5: pip install triton")
+
+
+def reads_in_bulk(tensors: Sequence[Tensor]) -> bool:
+    """Whether hardware bulk copies can read these tensors: 16-byte aligned base and strides, last dimension contiguous, none repeated."""
+    for tensor in tensors:
+        size = tensor.element_size()
+        if tensor.data_ptr() % 16 or tensor.stride(-1) != 1:
+            return False
+        if any(stride == 0 or stride * size % 16 for stride in tensor.stride()[:-1]):
+            return False
+    return True

@@ -1,0 +1,7 @@
+"""Graph + plan → a Triton module: kernels for the forward and backward pass, and the host functions that launch them."""
+
+from flexc.codegen.triton.emit import emit
+from flexc.codegen.triton.plan import Plan, Tile, candidates, make_plan, map_blocks
+from flexc.codegen.triton.signature import signature
+
+__all__ = ["Plan", "Tile", "candidates", "emit", "make_plan", "map_blocks", "signature"]

@@ -1,0 +1,212 @@
+"""Prints nodes of a graph as Triton statements, each at the level of a kernel where it changes.
+
+A kernel has four levels. `tile` values are scalars of the whole tile, `row` values are [rows] and change with q_idx, `column` values are
+[columns] and change with kv_idx, `element` values are the two-dimensional tile. A node is printed once, at the level of its rate; a lower
+value used at the element level is spread by `[:, None]` or `[None, :]`, whichever way round the kernel holds its tile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from flexc.codegen.triton.rows import TRITON_DTYPES, spell
+from flexc.ir.bounds import bounds
+from flexc.ir.graph import BOOL, FLOAT32, Graph, Node, const_value, topological
+from flexc.ir.interval import Interval
+
+TILE, ROW, COLUMN, ELEMENT = "tile", "row", "column", "element"
+LEVELS = (TILE, ROW, COLUMN, ELEMENT)
+_LEVEL_OF_RATE = {"uniform": TILE, "head": TILE, "row": ROW, "column": COLUMN, "diagonal": ELEMENT, "element": ELEMENT}
+
+
+def rate_levels(graph: Graph) -> dict[Node, str]:
+    """The level of every node; "diagonal" nodes are elements here."""
+    levels: dict[Node, str] = {}
+    for node in graph.nodes():
+        if node.op == "input":
+            name = node.attrs[0]
+            levels[node] = {"q_idx": ROW, "kv_idx": COLUMN, "raw": ELEMENT, "score": ELEMENT}.get(name, TILE)
+        else:
+            levels[node] = joined(levels[a] for a in node.args)
+    return levels
+
+
+def joined(levels: Sequence[str] | object) -> str:
+    """The level at which values of all these levels meet."""
+    found = set(levels) - {TILE}  # type: ignore[arg-type]
+    if not found:
+        return TILE
+    return found.pop() if len(found) == 1 else ELEMENT
+
+
+def position_bounds(graph: Graph, max_tokens: int) -> dict[Node, Interval]:
+    """What is known of every node while a kernel is printed: positions are not negative and below max_tokens, scale is positive."""
+    position = Interval.of(0.0, float(max_tokens - 1))
+    unknown = Interval.of(-1e30, 1e30)  # an infinite product is NaN on every path
+    inputs = {name: position for name in ("q_idx", "kv_idx", "batch", "head")}
+    inputs |= {"score": unknown, "raw": unknown, "scale": Interval.of(0.0, 1e30)}
+    scalars = [Interval.everything(nan=s.dtype == FLOAT32) for s in graph.scalars]
+    return bounds([node for _, node in graph.outputs], inputs, scalars, None)
+
+
+@dataclass
+class Body:
+    """The statements of one kernel, collected by level.
+
+    Attributes:
+        graph: what is printed.
+        known: bounds of its nodes.
+        approximate: hardware approximations are allowed.
+        interpreted: libdevice and inline assembly are missing.
+        transposed: the tile is held as [columns, rows].
+        index: how columns' safe positions are called, see `safe`.
+    """
+
+    graph: Graph
+    known: dict[Node, Interval]
+    approximate: bool
+    interpreted: bool
+    transposed: bool = False
+    levels: dict[Node, str] = field(default_factory=dict)
+    lines: dict[str, list[str]] = field(default_factory=lambda: {level: [] for level in LEVELS})
+    names: dict[Node, str] = field(default_factory=dict)
+    uses: set[str] = field(default_factory=set)
+    _comment: object = None
+
+    def __post_init__(self) -> None:
+        self.levels = rate_levels(self.graph)
+
+    # --- facts for rows.py ---
+
+    def is_non_negative(self, node: Node) -> bool:
+        """Whether bounds prove node >= 0."""
+        interval = self.known.get(node)
+        return interval is not None and interval.within(0, math.inf)
+
+    def need(self, helper: str) -> str:
+        """Record that the text uses a helper function of the module; returns its name."""
+        self.uses.add(helper)
+        return helper
+
+    # --- printing ---
+
+    def take(self) -> dict[str, list[str]]:
+        """The statements printed since the last call, by level."""
+        taken, self.lines = self.lines, {level: [] for level in LEVELS}
+        return taken
+
+    def add(self, root: Node) -> None:
+        """Print everything that `root` needs and that is not printed yet."""
+        for node in topological([root]):
+            self._print(node)
+
+    def at(self, node: Node, level: str) -> str:
+        """How a printed node is written in a statement of `level`."""
+        if node.op == "const":
+            return literal(node)
+        name = self.names[node]
+        return self.spread(name, self.levels[node], level)
+
+    def spread(self, name: str, source: str, level: str) -> str:
+        """A value of level `source` as an operand at `level`."""
+        if source == level or source == TILE:
+            return name
+        along_first = (source == ROW) != self.transposed
+        return f"{name}[:, None]" if along_first else f"{name}[None, :]"
+
+    def _print(self, node: Node) -> None:
+        if node in self.names or node.op == "const":
+            return
+        if node.op == "input":
+            self.names[node] = node.attrs[0]
+        elif node.op == "scalar":
+            self.names[node] = self.graph.scalars[node.attrs[0]].name
+        elif node.op == "gather":
+            self.names[node] = self._gather(node)
+        else:
+            level = self.levels[node]
+            name = f"x{len(self.names)}"
+            operands = [self.at(a, level) for a in node.args]
+            expression = f"{operands[0]}.to({TRITON_DTYPES[node.dtype]})" if node.op == "cast" else spell(node, operands, self)
+            if node.op == "cast" and node.dtype == BOOL:
+                expression = f"{operands[0]} != 0"
+            self._assign(level, name, expression, node)
+            self.names[node] = name
+
+    def _assign(self, level: str, name: str, expression: str, node: Node) -> None:
+        comment = ""
+        where = self.graph.lines.get(node)
+        if where is not None and where != self._comment:
+            comment = f"  # {where}"
+            self._comment = where
+        self.lines[level].append(f"{name} = {expression}{comment}")
+
+    # --- captured tensors ---
+
+    def _gather(self, node: Node) -> str:
+        tensor = self.graph.tensors[node.attrs[0]]
+        name = f"{tensor.name}_{len(self.names)}"
+        pointer, guard = self.address(node, f"{tensor.name}_ptr", f"{tensor.name}_stride", name)
+        level = self.levels[node]
+        mask = f", mask={guard}, other=0" if guard else ""
+        load = f"tl.load({pointer}{mask})"
+        if tensor.dtype not in ("bool", "int32", "int64", "float32"):
+            load += f".to({TRITON_DTYPES[node.dtype]})"
+        self._assign(level, name, load, node)
+        return name
+
+    def address(self, node: Node, pointer: str, stride: str, name: str) -> tuple[str, str]:
+        """Pointer and guard expressions, at the gather's level, of the element it reads; prints what they need.
+
+        Offsets are 64-bit at every level but the tile's innermost, where an index that varies by element is added last.
+        Negative indices count from the end; an index outside is guarded, not read.
+        """
+        tensor = self.graph.tensors[node.attrs[0]]
+        level = self.levels[node]
+        offsets: dict[str, list[str]] = {}
+        guards: dict[str, list[str]] = {}
+        for axis, index in enumerate(node.args):
+            where = self.levels[index]
+            text = self.at(index, where)
+            size = f"{tensor.name}_size{axis}"
+            if not self.is_non_negative(index):
+                wrapped = f"{name}_i{axis}"
+                self.lines[where].append(f"{wrapped} = tl.where({text} < 0, {text} + {size}, {text})")
+                guards.setdefault(where, []).append(f"({wrapped} >= 0)")
+                text = wrapped
+            guards.setdefault(where, []).append(f"({text} < {size})")
+            offsets.setdefault(where, []).append(f"{_wide(text, index)} * {stride}{axis}")
+        address, conditions = [pointer], []
+        for where in LEVELS:
+            if where in offsets:
+                address.append(self._named(where, level, f"{name}_at_{where}", " + ".join(offsets[where])))
+            if where in guards:
+                conditions.append(self._named(where, level, f"{name}_in_{where}", " & ".join(guards[where])))
+        return " + ".join(address), " & ".join(conditions)
+
+    def _named(self, source: str, level: str, name: str, expression: str) -> str:
+        if source == level:
+            return f"({expression})"
+        self.lines[source].append(f"{name} = {expression}")
+        return self.spread(name, source, level)
+
+
+def _wide(text: str, index: Node) -> str:
+    if index.op == "const":
+        return text
+    return f"{text}.to(tl.int64)" if text.isidentifier() else f"({text}).to(tl.int64)"
+
+
+def literal(node: Node) -> str:
+    """A constant as Triton source. float32 constants print with the digits that give their bits back."""
+    value = const_value(node)
+    if isinstance(value, bool):
+        return "True" if value else "False"
+    if isinstance(value, int):
+        return str(value) if value >= 0 else f"({value})"
+    if math.isinf(value) or math.isnan(value):
+        return f'float("{value}")'
+    text = repr(float(f"{value:.9g}"))
+    return text if value >= 0 and not text.startswith("-") else f"({text})"

@@ -1,0 +1,280 @@
+"""Fills the Triton templates: prints the graph at its rates and hands the plan through. Makes no choice of its own."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from flexc.codegen.templates import render
+from flexc.codegen.triton.body import COLUMN, ELEMENT, ROW, TILE, Body, position_bounds
+from flexc.codegen.triton.plan import MAX_TOKENS, Plan
+from flexc.ir.graph import Graph, Node, inputs_of, is_const
+from flexc.target import Target
+
+HELPERS = {
+    "tanh_approx": '''@triton.jit
+def tanh_approx(x):
+    """tanh by the special-function unit: relative error 2^-11."""
+    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x.to(tl.float32)], dtype=tl.float32, is_pure=True, pack=1)''',
+    "round_even": '''@triton.jit
+def round_even(x):
+    """To the nearest integer, halves to the even one."""
+    down = tl.floor(x)
+    rest = x - down
+    odd = down - 2.0 * tl.floor(down * 0.5)
+    return down + tl.where((rest > 0.5) | ((rest == 0.5) & (odd == 1.0)), 1.0, 0.0)''',
+    "truncate": '''@triton.jit
+def truncate(x):
+    """Towards zero."""
+    return tl.where(x < 0, tl.ceil(x), tl.floor(x))''',
+    "tanh_exact": '''@triton.jit
+def tanh_exact(x):
+    """tanh from exp: absolute error near 1e-7."""
+    decayed = tl.exp(-2.0 * tl.abs(x))
+    size = (1.0 - decayed) / (1.0 + decayed)
+    return tl.where(x < 0, -size, size)''',
+}
+
+
+@dataclass(frozen=True)
+class Term:
+    """The gradient of one captured tensor read by one gather.
+
+    Attributes:
+        kind: "sum" (reduced over the tile's loop, one atomic at the end) or "scatter" (one atomic for each element).
+        name: of the accumulator.
+        contribution: name of what one block adds.
+        times: "" or " * factor".
+        guard: the factor can be infinite or NaN where the mask forbids.
+        pointer, total, masked: arguments of the atomic, the last one with its leading comma.
+        and_inside: bounds guard of a scatter, with its leading " & ".
+    """
+
+    kind: str
+    name: str
+    contribution: str
+    times: str
+    guard: bool
+    pointer: str
+    total: str
+    masked: str
+    and_inside: str
+
+
+@dataclass
+class Kernel:
+    """Everything that the template prints into one kernel: statements by level, those of the mask apart, and expressions.
+
+    Attributes:
+        columns: keys of its tile.
+        logit, times_outer, mask: the score in base 2 is logit * outer; mask ends in " & ".
+        reads_rows, reads_columns, …: which positions the statements name.
+        times_dscore, guard_dscore: factor of the raw score's gradient.
+        terms: gradients of captured tensors; gradient_arguments, gradient_slots: their buffers.
+        also: what the docstring says of them.
+    """
+
+    columns: int = 0
+    tile: list[str] = field(default_factory=list)
+    row: list[str] = field(default_factory=list)
+    column: list[str] = field(default_factory=list)
+    element: list[str] = field(default_factory=list)
+    mask_row: list[str] = field(default_factory=list)
+    mask_column: list[str] = field(default_factory=list)
+    mask_element: list[str] = field(default_factory=list)
+    logit: str = "raw"
+    times_outer: str = ""
+    mask: str = ""
+    reads_rows: bool = False
+    reads_columns: bool = False
+    mask_reads_rows: bool = False
+    mask_reads_columns: bool = False
+    times_dscore: str = ""
+    guard_dscore: bool = False
+    terms: list[Term] = field(default_factory=list)
+    gradient_arguments: list[str] = field(default_factory=list)
+    gradient_slots: list[int] = field(default_factory=list)
+    also: str = ""
+
+    @property
+    def sums(self) -> list[Term]:
+        """Terms with an accumulator."""
+        return [t for t in self.terms if t.kind == "sum"]
+
+
+def emit(graph: Graph, plan: Plan, target: Target, *, title: str = "") -> str:
+    """The module's text: kernels and the host functions `forward` and `backward`.
+
+    Args:
+        graph: after `passes.run`, `differentiate` and `lower_to_base2`: outputs logit2, outer, mask, dscore, gather:k, dgather:k.
+        plan: from `make_plan`.
+        target: for the size of its L2 cache.
+        title: what the user calls the variant.
+    """
+    known = position_bounds(graph, MAX_TOKENS)
+    used: set[str] = set()
+    kernels = {kind: _kernel(graph, plan, known, kind, used) for kind in ("forward", "dq", "dkv")}
+    arguments, fixed = _captured_arguments(graph)
+    host = render(
+        "triton/host.py.j2",
+        plan=plan,
+        captured=[(t.name, t.rank, t.needs_grad) for t in graph.tensors],
+        scalars=[s.name for s in graph.scalars],
+        dq_gradients=kernels["dq"].gradient_slots,
+        dkv_gradients=kernels["dkv"].gradient_slots,
+        l2_bytes=target.l2_bytes,
+    )
+    text = render(
+        "triton/attention.py.j2",
+        header=_header(graph, plan, title),
+        plan=plan,
+        helpers=[HELPERS[name] for name in sorted(used) if name in HELPERS],
+        needs_libdevice="libdevice" in used,
+        arguments=arguments,
+        fixed_arguments="".join(f', "{name}"' for name in fixed),
+        host=host,
+        **kernels,
+    )
+    return _tidy(text)
+
+
+def _header(graph: Graph, plan: Plan, title: str) -> str:
+    where = sorted({str(location) for location in graph.lines.values()})
+    lines = [f"Attention generated by flexc{': ' + title if title else ''}.", ""]
+    lines += [f"    {line}" for line in where]
+    lines += [""] if where else []
+    lines += [f"{line}" for line in str(plan).splitlines()]
+    return "\n".join(lines).replace("\\", "\\\\").replace('"""', "'''") + "\n"
+
+
+def _captured_arguments(graph: Graph) -> tuple[list[str], list[str]]:
+    lines, fixed = [], []
+    for tensor in graph.tensors:
+        sizes = [f"{tensor.name}_size{i}" for i in range(tensor.rank)]
+        strides = [f"{tensor.name}_stride{i}" for i in range(tensor.rank)]
+        lines.append(", ".join([f"{tensor.name}_ptr", *sizes, *strides]) + ",")
+        fixed += sizes
+    if graph.scalars:
+        lines.append(", ".join(s.name for s in graph.scalars) + ",")
+        fixed += [s.name for s in graph.scalars]
+    return lines, fixed
+
+
+def _kernel(graph: Graph, plan: Plan, known: dict, kind: str, used: set[str]) -> Kernel:
+    body = Body(graph, known, plan.approximate, plan.interpreted, transposed=kind == "dkv", uses=used)
+    tile = plan.forward if kind == "forward" else plan.dq if kind == "dq" else plan.dkv
+    kernel = Kernel(columns=tile.columns)
+    logit, outer = _output(graph, "logit2"), _output(graph, "outer")
+    roots = [logit, outer]
+    body.add(logit)
+    body.add(outer)
+    shape = f"[{tile.columns}, {tile.rows}]" if kind == "dkv" else f"[{tile.rows}, {tile.columns}]"
+    kernel.logit = body.at(logit, ELEMENT)
+    if logit.op == "const" or body.levels[logit] != ELEMENT or "raw" not in inputs_of(logit):
+        kernel.logit = f"(tl.zeros({shape}, tl.float32) + {kernel.logit})"
+    if not is_const(outer, 1.0):
+        kernel.times_outer = f" * {body.at(outer, TILE)}"
+    if kind != "forward":
+        dscore = graph.get("dscore")
+        if dscore is not None and not is_const(dscore, 1.0):
+            body.add(dscore)
+            roots.append(dscore)
+            kernel.times_dscore = f" * {body.at(dscore, ELEMENT)}"
+            kernel.guard_dscore = not _is_finite(body, dscore)
+        roots += _gradients(graph, body, kernel, kind)
+    lines = body.take()
+    kernel.tile, kernel.row, kernel.column, kernel.element = (lines[level] for level in (TILE, ROW, COLUMN, ELEMENT))
+    read = frozenset[str]().union(*(inputs_of(r) for r in roots))
+    kernel.reads_rows, kernel.reads_columns = "q_idx" in read, "kv_idx" in read
+    mask = graph.mask
+    if mask is not None:
+        body.add(mask)
+        lines = body.take()
+        kernel.tile += lines[TILE]
+        kernel.mask_row, kernel.mask_column, kernel.mask_element = lines[ROW], lines[COLUMN], lines[ELEMENT]
+        kernel.mask = f"{body.at(mask, ELEMENT)} & "
+        kernel.mask_reads_rows, kernel.mask_reads_columns = "q_idx" in inputs_of(mask), "kv_idx" in inputs_of(mask)
+    # What the kernel's own rows (in dkv: its columns) need stands before the loop, where both kinds of block share it.
+    if kind == "dkv":
+        kernel.column, kernel.mask_column = kernel.column + kernel.mask_column, []
+    else:
+        kernel.row, kernel.mask_row = kernel.row + kernel.mask_row, []
+        kernel.reads_rows = kernel.reads_rows or kernel.mask_reads_rows
+    return kernel
+
+
+def _is_finite(body: Body, factor: Node) -> bool:
+    """Bounds prove it, or one value serves the whole tile: NaN there is NaN everywhere."""
+    if factor.op == "const" or body.levels[factor] == TILE:
+        return True
+    interval = body.known[factor]
+    return not interval.nan and not interval.is_infinite
+
+
+def _gradients(graph: Graph, body: Body, kernel: Kernel, kind: str) -> list[Node]:
+    """Print the captured tensors' gradients that this kernel adds up: those by key in dkv, all others in dq."""
+    roots: list[Node] = []
+    k = 0
+    while (gather := graph.get(f"gather:{k}")) is not None:
+        factor = _output(graph, f"dgather:{k}")
+        level = body.levels[gather]
+        if (level == COLUMN) == (kind == "dkv"):
+            tensor = graph.tensors[gather.attrs[0]]
+            for index in gather.args:
+                body.add(index)
+            body.add(factor)
+            roots += [*gather.args, factor]
+            name = f"{tensor.name}_grad{k}"
+            pointer, inside = body.address(gather, f"{tensor.name}_grad_ptr", f"{tensor.name}_grad_stride", name)
+            times = "" if is_const(factor, 1.0) else f" * {body.at(factor, ELEMENT)}"
+            is_sum = level != ELEMENT
+            conditions = {ROW: ["stored"], COLUMN: ["(columns < kv_len)"]}.get(level, []) + ([inside] if inside else [])
+            kernel.terms.append(
+                Term(
+                    kind="sum" if is_sum else "scatter",
+                    name=name,
+                    contribution=f"{name}_part",
+                    times=times,
+                    guard=not _is_finite(body, factor),
+                    pointer=pointer,
+                    total=name if level != TILE else f"tl.sum({name}, 0)",
+                    masked=f", mask={' & '.join(conditions)}" if conditions else "",
+                    and_inside=f" & {inside}" if inside else "",
+                )
+            )
+            slot = gather.attrs[0]
+            if slot not in kernel.gradient_slots:
+                kernel.gradient_slots.append(slot)
+                strides = "".join(f", {tensor.name}_grad_stride{i}" for i in range(tensor.rank))
+                kernel.gradient_arguments.append(f"{tensor.name}_grad_ptr{strides},")
+        k += 1
+    if kernel.gradient_slots:
+        kernel.also = " and what they add to the gradients of " + ", ".join(graph.tensors[s].name for s in kernel.gradient_slots)
+    return roots
+
+
+def _output(graph: Graph, name: str) -> Node:
+    node = graph.get(name)
+    if node is None:
+        from flexc.errors import InternalError
+
+        raise InternalError(f"the graph has no output {name}:\n{graph}")
+    return node
+
+
+def _tidy(text: str) -> str:
+    """Blank lines only where a reader wants them: two between functions, at most one elsewhere, none after an opening line."""
+    lines = [line.rstrip() for line in text.splitlines()]
+    result: list[str] = []
+    for line in lines:
+        if not line and (not result or not result[-1] or result[-1].endswith((":", "("))):
+            continue
+        if line.startswith(("@triton.jit", "def ")) and result and not result[-1].startswith("@"):
+            while result and not result[-1]:
+                result.pop()
+            result += ["", ""]
+        if line.lstrip().startswith(")") and result and not result[-1]:
+            result.pop()
+        result.append(line)
+    return re.sub(r"\n+$", "", "\n".join(result)) + "\n"
+

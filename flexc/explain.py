@@ -1,0 +1,128 @@
+"""`kernel.explain`: what a variant is, what it costs, and how it will run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flexc.ir.graph import Graph, Node, topological
+from flexc.passes.affine import as_mathematics
+from flexc.passes.dependence import rates
+from flexc.sparsity import BlockMap
+
+if TYPE_CHECKING:
+    from flexc.launch import Launch
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The facts behind a call; prints as a page.
+
+    Attributes:
+        name: of the variant.
+        mathematics: lines that say what the score and the mask are.
+        unmasked_share: allowed pairs of all pairs.
+        flops_forward, flops_backward: floating-point operations of the matrix products on allowed pairs: 4 and 10 each for D = Dv.
+        bytes_forward: q, k, v read and out, lse written once.
+        roofline_ms: the least time of the forward pass on this device, None where its peaks are unknown.
+        workspace_bytes: what the backward pass allocates besides the gradients.
+        loads: (captured tensor, index, rate) of each read.
+        copied: inputs whose last dimension is not contiguous; each costs one copy.
+        backend, reason, plan, blocks: as on the kernel.
+    """
+
+    name: str
+    mathematics: tuple[str, ...]
+    unmasked_share: float
+    flops_forward: float
+    flops_backward: float
+    bytes_forward: int
+    roofline_ms: float | None
+    workspace_bytes: int
+    loads: tuple[tuple[str, str, str], ...]
+    copied: tuple[str, ...]
+    backend: str
+    reason: str
+    plan: str
+    blocks: BlockMap
+    device: str
+
+    def __str__(self) -> str:
+        counts = self.blocks.counts()
+        lines = [f"{self.name}", "", *(f"  {line}" for line in self.mathematics), ""]
+        lines.append(f"  allowed     {self.unmasked_share:.2%} of all pairs")
+        lines.append(f"  blocks      {counts['full']} full, {counts['partial']} partial, {counts['empty']} empty of {self.blocks.block[0]}x{self.blocks.block[1]} tokens")
+        lines.append(f"  decided     {self.blocks.proved} by proof, {self.blocks.sampled} by two pairs, {self.blocks.evaluated} by evaluation, {self.blocks.undecided} left partial")
+        lines.append(f"  work        {self.flops_forward / 1e9:.3f} GFLOP forward, {self.flops_backward / 1e9:.3f} backward")
+        lines.append(f"  traffic     {self.bytes_forward / 2**20:.2f} MiB forward, {self.workspace_bytes / 2**20:.2f} MiB workspace backward")
+        if self.roofline_ms is not None:
+            lines.append(f"  roofline    {self.roofline_ms:.4f} ms forward on {self.device}")
+        for tensor, index, rate in self.loads:
+            lines.append(f"  loads       {tensor}[{index}] once for each {rate}")
+        for name in self.copied:
+            lines.append(f"  copies      {name}: its last dimension is not contiguous")
+        lines += [f"  backend     {self.backend}: {self.reason}", "", *(f"  {line}" for line in self.plan.splitlines())]
+        return "\n".join(lines)
+
+
+_RATE_WORDS = {"uniform": "call", "head": "head", "row": "query", "column": "key", "diagonal": "difference q_idx - kv_idx", "element": "pair"}
+
+
+def explain(launch: Launch, blocks: BlockMap, scale: float, copied: list[str], name: str) -> Explanation:
+    """The explanation of a launch."""
+    artifact, shapes = launch.artifact, launch.shapes
+    share = blocks.unmasked_share()
+    pairs = share * shapes.batch * shapes.heads_q * shapes.q_len * shapes.kv_len
+    element = shapes.dtype.itemsize
+    queries, keys = shapes.batch * shapes.heads_q * shapes.q_len, shapes.batch * shapes.heads_kv * shapes.kv_len
+    width = shapes.head_dim + shapes.head_dim_v
+    bytes_forward = (queries * width + keys * width) * element + queries * 4
+    forward = 2 * pairs * width
+    target = artifact.target
+    roofline = None
+    if target.peak_tflops and target.dram_gb_per_s:
+        roofline = max(forward / target.peak_tflops / 1e12, bytes_forward / target.dram_gb_per_s / 1e9) * 1e3
+    return Explanation(
+        name=name,
+        mathematics=tuple(_mathematics(artifact.graph, scale)),
+        unmasked_share=share,
+        flops_forward=forward,
+        flops_backward=2 * pairs * (3 * shapes.head_dim + 2 * shapes.head_dim_v),
+        bytes_forward=bytes_forward,
+        roofline_ms=roofline,
+        workspace_bytes=2 * queries * 4,
+        loads=tuple(_loads(artifact.graph)),
+        copied=tuple(copied),
+        backend=artifact.backend.name,
+        reason=artifact.reason,
+        plan=str(artifact.plan),
+        blocks=blocks,
+        device=target.name,
+    )
+
+
+def _mathematics(graph: Graph, scale: float) -> list[str]:
+    tensors, scalars = [t.name for t in graph.tensors], [s.name for s in graph.scalars]
+    score = "score" if graph.score is None else as_mathematics(graph.score, tensors, scalars)
+    allowed = "every pair" if graph.mask is None else as_mathematics(graph.mask, tensors, scalars)
+    return [f"score       {_short(scale)} · q·k", f"logit       {score}", f"allowed     {allowed}"]
+
+
+def _short(value: float) -> str:
+    return f"{value:.6g}" if math.isfinite(value) else str(value)
+
+
+def _loads(graph: Graph) -> list[tuple[str, str, str]]:
+    tensors, scalars = [t.name for t in graph.tensors], [s.name for s in graph.scalars]
+    found = rates(graph)
+    rows = []
+    for node in topological(node for _, node in graph.outputs):
+        if node.op == "gather":
+            index = ", ".join(_index(a, tensors, scalars) for a in node.args)
+            rows.append((tensors[node.attrs[0]], index, _RATE_WORDS[found[node]]))
+    return rows
+
+
+def _index(node: Node, tensors: list[str], scalars: list[str]) -> str:
+    return as_mathematics(node, tensors, scalars)

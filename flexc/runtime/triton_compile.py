@@ -1,0 +1,108 @@
+"""Compile a generated Triton module ahead of time, for any target and without a GPU, and read what came out."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from flexc.errors import ToolchainError
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """One kernel's machine code and what it uses.
+
+    Attributes:
+        registers: per thread; spill_bytes: stack per thread; smem_bytes: shared memory of a block.
+    """
+
+    name: str
+    ptx: str
+    cubin: bytes
+    registers: int
+    spill_bytes: int
+    smem_bytes: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class CompiledModule:
+    """All kernels of a module, for one target."""
+
+    kernels: tuple[CompiledKernel, ...]
+
+    def only(self, names: Sequence[str]) -> CompiledModule:
+        """The kernels with these names."""
+        return CompiledModule(tuple(k for k in self.kernels if k.name in names))
+
+    def ptx(self) -> str:
+        """PTX of each kernel."""
+        return "\n".join(k.ptx for k in self.kernels)
+
+    def sass(self) -> str:
+        """Each cubin, disassembled."""
+        return "\n".join(_tool("cuobjdump", k.cubin, "-sass") for k in self.kernels)
+
+    def resources(self) -> str:
+        """One line a kernel."""
+        rows = [f"{'kernel':18} {'registers':>9} {'spill bytes':>11} {'smem bytes':>10} {'warps':>5}"]
+        rows += [f"{k.name:18} {k.registers:9} {k.spill_bytes:11} {k.smem_bytes:10} {k.warps:5}" for k in self.kernels]
+        return "\n".join(rows)
+
+
+def compile_module(
+    module: ModuleType, capability: int, types_of: Callable[[Sequence[str]], dict[str, str]], names: Sequence[str] | None = None
+) -> CompiledModule:
+    """Compile the kernels of a generated module.
+
+    Args:
+        module: with `LAUNCH`: kernel name → (num_warps, num_stages).
+        capability: for example 90.
+        types_of: argument names → Triton types.
+        names: which kernels; default all.
+    """
+    return CompiledModule(tuple(_compile(module, name, capability, types_of) for name in names or module.LAUNCH))
+
+
+def _compile(module: ModuleType, name: str, capability: int, types_of: Callable[[Sequence[str]], dict[str, str]]) -> CompiledKernel:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function: Any = getattr(module, name)
+    if not hasattr(function, "arg_names") or "Interpreted" in type(function).__name__:
+        raise ToolchainError("machine code cannot be shown under TRITON_INTERPRET=1: unset it")
+    types = types_of(function.arg_names)
+    constants = {argument: True for argument, kind in types.items() if kind == "constexpr"}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, argument in enumerate(function.arg_names) if types[argument].startswith("*")}
+    warps, stages = module.LAUNCH[name]
+    source = ASTSource(fn=function, signature=types, constexprs=constants, attrs=aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": stages})
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", _tool("cuobjdump", compiled.asm["cubin"], "-res-usage"))
+    registers, spill = (int(usage[1]), int(usage[2])) if usage else (0, 0)
+    return CompiledKernel(name, compiled.asm["ptx"], compiled.asm["cubin"], registers, spill, compiled.metadata.shared, warps)
+
+
+@cache
+def _tool_path(name: str) -> Path:
+    import triton
+
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    if not path.is_file():
+        raise ToolchainError(f"{name} is missing from the triton package, where it is expected at {path}: reinstall triton")
+    return path
+
+
+def _tool(name: str, cubin: bytes, *options: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([_tool_path(name), *options, file.name], capture_output=True, text=True, check=False)
+    return done.stdout

@@ -1,0 +1,86 @@
+"""A mask evaluated on tokens: exact, for chosen tiles, in chunks of bounded memory; never all pairs at once.
+
+Positions past the end are never evaluated: they repeat the last token, which changes neither any() nor all().
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from flexc.ir.eager import Environment, evaluate
+from flexc.ir.graph import Node, inputs_of, topological
+
+Tensor = torch.Tensor
+
+CHUNK_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class TokenMask:
+    """What is needed to evaluate a mask on tokens of a q_len × kv_len grid.
+
+    Attributes:
+        mask: boolean node.
+        q_len, kv_len: tokens, at least 1 each where anything is evaluated.
+        block: tokens per block (Bq, Bkv).
+        tensors, scalars: captured values, held by reference.
+        device: where positions are made.
+    """
+
+    mask: Node
+    q_len: int
+    kv_len: int
+    block: tuple[int, int]
+    tensors: tuple[Tensor, ...]
+    scalars: tuple[int | float | Tensor, ...]
+    device: torch.device
+
+    def at(self, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """The mask at positions (int32, broadcast against each other); as small as the mask allows, to be broadcast."""
+        inputs = {"batch": batch, "head": head, "q_idx": q_idx, "kv_idx": kv_idx}
+        environment = Environment({name: inputs[name] for name in inputs_of(self.mask)}, self.tensors, self.scalars)
+        with torch.no_grad():
+            return evaluate([self.mask], environment)[0].to(self.device)
+
+    def sampled(self, tiles: Sequence[Tensor], points: Tensor) -> Tensor:
+        """The mask at `points` of each tile: bool [tiles, points].
+
+        Args:
+            tiles: batch, head, block row and block column, int64 [tiles] each.
+            points: float64 [points, 2] within [0, 1]: where in the tile, rows then columns.
+        """
+        batch, head, row, column = (t[:, None] for t in tiles)
+        q_idx = self._inside(row, self.block[0], self.q_len, points[:, 0])
+        kv_idx = self._inside(column, self.block[1], self.kv_len, points[:, 1])
+        return self.at(batch.int(), head.int(), q_idx, kv_idx).expand(len(tiles[0]), len(points))
+
+    def of_tiles(self, tiles: Sequence[Tensor]) -> Tensor:
+        """The mask on every token of each tile: bool [tiles, Bq, Bkv]. Positions past the end repeat the last token."""
+        batch, head, row, column = (t[:, None, None] for t in tiles)
+        rows = torch.arange(self.block[0], device=self.device)[:, None]
+        columns = torch.arange(self.block[1], device=self.device)
+        q_idx = (row * self.block[0] + rows).clamp(max=self.q_len - 1).int()
+        kv_idx = (column * self.block[1] + columns).clamp(max=self.kv_len - 1).int()
+        return self.at(batch.int(), head.int(), q_idx, kv_idx).expand(len(tiles[0]), *self.block)
+
+    def tiles_per_chunk(self, pairs: int) -> int:
+        """How many tiles of `pairs` positions each fit into CHUNK_BYTES while they are evaluated."""
+        values = sum({"q_idx", "kv_idx"} <= inputs_of(node) for node in topological([self.mask])) + 2
+        return max(1, CHUNK_BYTES // (8 * values * max(pairs, 1)))
+
+    def dense(self, batch: int, head: int) -> Iterator[tuple[int, Tensor]]:
+        """The token mask of one batch and head in slabs of rows: (first row, bool [rows, kv_len])."""
+        step = self.tiles_per_chunk(self.kv_len)
+        kv_idx = torch.arange(self.kv_len, device=self.device, dtype=torch.int32)
+        b, h = (torch.tensor(n, device=self.device, dtype=torch.int32) for n in (batch, head))
+        for first in range(0, self.q_len, step):
+            q_idx = torch.arange(first, min(first + step, self.q_len), device=self.device, dtype=torch.int32)[:, None]
+            yield first, self.at(b, h, q_idx, kv_idx).expand(len(q_idx), self.kv_len)
+
+    def _inside(self, index: Tensor, block: int, length: int, share: Tensor) -> Tensor:
+        first = index * block
+        size = (length - first).clamp(max=block)
+        return (first + torch.minimum((share * size).long(), size - 1)).int()

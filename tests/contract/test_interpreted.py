@@ -1,0 +1,54 @@
+"""Every case of the contract on Triton's interpreter, which needs no GPU.
+
+`TRITON_INTERPRET=1` changes what `@triton.jit` makes, for the whole process: so the cases run in worker processes, one for each core, and
+the tests of this process still see the compiler. All cases that were selected start at once; each test waits for its own. float16 and
+float32 only: in bfloat16 the interpreter's `tl.dot` multiplies bit patterns.
+"""
+
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+
+import pytest
+
+from tests.contract.interpreter import become_interpreter
+from tests.contract.suite import combinations, failure_of
+
+pytestmark = pytest.mark.interpret
+
+
+def interpreting_workers(count):
+    return ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"), initializer=become_interpreter)
+
+
+@pytest.fixture(scope="module")
+def failures(request):
+    """(name, dtype) → a call that waits for the case and says what failed."""
+    sharing = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    pool = interpreting_workers(max(1, (os.cpu_count() or 1) // sharing))
+    selected = [item.callspec.params for item in request.session.items if item.fspath == request.node.fspath]
+    running = {(p["name"], p["dtype"]): pool.submit(failure_of, p["name"], "triton", "cpu", p["dtype"]) for p in selected}
+
+    def wait(name, dtype):
+        try:
+            return running[name, dtype].result()
+        except BrokenProcessPool:
+            pass
+        # Some case killed its process, and with it all that were waiting: was it this one?
+        alone = interpreting_workers(1)
+        try:
+            return alone.submit(failure_of, name, "triton", "cpu", dtype).result()
+        except BrokenProcessPool:
+            return "the worker process died"
+        finally:
+            alone.shutdown()
+
+    yield wait
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize(("name", "dtype"), combinations("interpreter"))
+def test_triton_interpreted(name, dtype, failures):
+    failure = failures(name, dtype)
+    assert not failure, f"\n{failure}"

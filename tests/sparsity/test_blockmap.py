@@ -1,0 +1,165 @@
+"""Runs, figures and pictures of block maps."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexc.errors import InputError, ShapeError, ToolchainError
+from flexc.sparsity import EMPTY, FULL, PARTIAL, BlockMap, row_work, runs_of
+from tests.sparsity.graphs import both, causal, classified, dense_mask, head, kv_idx, op, q_idx, read
+
+
+def kinds_from_runs(runs, shape) -> torch.Tensor:
+    """A loop over the runs, as a kernel would make it."""
+    kind = torch.zeros(shape, dtype=torch.uint8)
+    b, h, n, _ = shape
+    for table, value in ((runs.partial, PARTIAL), (runs.full, FULL)):
+        for i in range(b):
+            for j in range(h):
+                for row in range(n):
+                    for first, end in table[i, j, row].tolist():
+                        assert (first, end) == (0, 0) or first < end
+                        assert not kind[i, j, row, first:end].any()
+                        kind[i, j, row, first:end] = value
+    return kind
+
+
+@given(st.integers(0, 2**31), st.sampled_from([(1, 1, 1, 1), (2, 3, 5, 7), (1, 2, 6, 1), (3, 1, 1, 9), (1, 1, 4, 0), (1, 1, 0, 4)]))
+@settings(max_examples=60, deadline=None)
+def test_runs_give_back_the_kinds(seed, shape):
+    kind = torch.randint(0, 3, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    runs = runs_of(kind)
+    assert torch.equal(kinds_from_runs(runs, shape), kind)
+    for table in (runs.partial, runs.full):
+        assert table.dtype == torch.int32 and table.is_contiguous() and table.shape[:3] == shape[:3] and table.shape[3] >= 1
+
+
+def test_runs_are_in_order_and_merged():
+    kind = torch.tensor([[[[1, 1, 0, 2, 2, 2, 1], [0, 0, 0, 0, 0, 0, 0], [2, 2, 2, 2, 2, 2, 2]]]], dtype=torch.uint8)
+    runs = runs_of(kind)
+    assert runs.partial[0, 0].tolist() == [[[0, 2], [6, 7]], [[0, 0], [0, 0]], [[0, 0], [0, 0]]]
+    assert runs.full[0, 0].tolist() == [[[3, 6]], [[0, 0]], [[0, 7]]]
+    assert runs.order.tolist() == [2, 0, 1] and runs.order.dtype == torch.int32
+
+
+def test_columns_are_the_transposed_rows():
+    widths = torch.tensor([3, 30])
+    found = classified(both(causal, op("lt", q_idx - kv_idx, read(0, widths, head))), 20, 64, h=2, tensors=(widths,))
+    shape = (*found.kind.shape[:2], found.kind.shape[3], found.kind.shape[2])
+    assert torch.equal(kinds_from_runs(found.columns(), shape), found.kind.transpose(-1, -2))
+    assert torch.equal(kinds_from_runs(found.rows(), found.kind.shape), found.kind)
+    assert found.rows() is found.rows()
+
+
+def test_rows_are_ordered_longest_first_and_stable():
+    assert classified(causal, 64, 64).rows().order.tolist() == [7, 6, 5, 4, 3, 2, 1, 0]
+    assert classified(causal, 64, 64).columns().order.tolist() == list(range(8))
+    assert classified(None, 64, 64).rows().order.tolist() == list(range(8))
+
+
+def test_work_is_summed_over_batch_and_heads():
+    kind = torch.tensor([[[[0, 1], [0, 0]], [[0, 0], [2, 1]]]], dtype=torch.uint8)
+    assert row_work(kind).tolist() == [1, 2]
+    assert runs_of(kind).order.tolist() == [1, 0]
+
+
+def test_a_ragged_last_key_block_is_partial_in_rows_and_columns():
+    found = classified(None, 20, 33)
+    assert found.rows().full.unique(dim=2).tolist() == [[[[[0, 4]]]]]
+    assert found.rows().partial.unique(dim=2).tolist() == [[[[[4, 5]]]]]
+    assert found.columns().full[0, 0, -1].tolist() == [[0, 0]]
+    assert found.columns().partial[0, 0, -1].tolist() == [[0, 3]]
+
+
+def test_figures():
+    found = classified(causal, 64, 64)
+    assert found.unmasked_pairs() == 64 * 65 // 2
+    assert found.unmasked_share() == pytest.approx(65 / 128)
+    assert found.sparsity() == 28 / 64 and found.visited_share() == 36 / 64
+    assert found.row_work().tolist() == list(range(1, 9))
+
+
+@pytest.mark.parametrize("q_len, kv_len", [(64, 64), (20, 33), (15, 143), (9, 8)])
+def test_unmasked_pairs_of_ragged_lengths(q_len, kv_len):
+    for mask in (causal, op("lt", q_idx, 19), None):
+        expected = int(dense_mask(mask, 1, 1, q_len, kv_len).sum()) if mask is not None else q_len * kv_len
+        assert classified(mask, q_len, kv_len).unmasked_pairs() == expected
+        assert classified(mask, q_len, kv_len, b=2, h=3).unmasked_pairs() == 6 * expected
+
+
+def test_pairs_of_a_mask_that_reads_the_head():
+    widths = torch.tensor([3, 30])
+    mask = both(causal, op("lt", q_idx - kv_idx, read(0, widths, head)))
+    assert classified(mask, 20, 33, b=5, h=2, tensors=(widths,)).unmasked_pairs() == 5 * int(
+        dense_mask(mask, 1, 2, 20, 33, (widths,)).sum()
+    )
+
+
+def test_picture_has_one_character_a_block():
+    assert classified(causal, 32, 32).picture() == "▒···\n█▒··\n██▒·\n███▒"
+
+
+def test_picture_of_a_large_map_is_scaled_down():
+    lines = classified(causal, 4000, 4000).picture(columns=50, rows=50).splitlines()
+    assert len(lines) == 50 and all(len(line) == 50 for line in lines)
+    assert lines[0] == "▒" + "·" * 49 and lines[-1] == "█" * 49 + "▒"
+    ragged = classified(causal, 8 * 101, 8 * 101).picture(columns=50, rows=50).splitlines()
+    assert len(ragged) == 34 and ragged[-1] == "█" * 33 + "▒"
+
+
+def test_picture_chooses_the_head():
+    widths = torch.tensor([1, 64])
+    found = classified(both(causal, op("lt", q_idx - kv_idx, read(0, widths, head))), 16, 16, h=2, tensors=(widths,))
+    assert found.picture(0, 0) == "▒·\n·▒" and found.picture(0, 1) == "▒·\n█▒"
+    with pytest.raises(InputError, match="expected batch < 1 and head < 2, got 0 and 2"):
+        found.picture(0, 2)
+
+
+def test_str_names_sizes_counts_and_how_they_were_found():
+    text = str(classified(causal, 64, 64))
+    assert "64 queries x 64 keys in blocks of 8 x 8: 8 x 8 blocks" in text
+    assert "empty 28 (43.8 %), partial 8 (12.5 %), full 28 (43.8 %)" in text
+    assert "56 by bounds" in text and text.endswith("███████▒")
+    assert repr(classified(causal, 64, 64)).startswith("<BlockMap 64 queries x 64 keys")
+    assert "0 queries" in str(classified(causal, 0, 64))
+
+
+def test_dense_view_of_tokens():
+    found = classified(causal, 20, 33)
+    assert torch.equal(found.to_dense(), torch.ones(1, 1, 20, 33, dtype=torch.bool).tril())
+    assert classified(None, 3, 5).to_dense().all()
+    assert classified(causal, 0, 5).to_dense().shape == (1, 1, 0, 5)
+
+
+def test_a_dense_view_that_is_too_large_is_refused():
+    with pytest.raises(ShapeError, match=r"a dense mask of shape \[1, 1, 20000, 20000\] has 400,000,000 entries"):
+        classified(causal, 20_000, 20_000, (1000, 1000)).to_dense()
+
+
+def test_plot_writes_an_image(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "mask.png"
+    classified(causal, 64, 64).plot(path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    from matplotlib.image import imread
+
+    image = imread(path)
+    blue = (abs(image[..., :3] - torch.tensor([0x2B, 0x6C, 0xB0]).numpy() / 255).max(-1) < 0.02).mean()
+    assert 0.2 < blue < 0.45  # 28 of 64 blocks are full
+
+
+def test_plot_without_matplotlib_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.colors", None)
+    with pytest.raises(ToolchainError, match="pip install matplotlib"):
+        classified(causal, 64, 64).plot("unused.png")
+
+
+def test_a_map_can_be_made_from_kinds():
+    kind = torch.tensor([[[[EMPTY, FULL]]]], dtype=torch.uint8)
+    assert BlockMap(kind, 8, 16, (8, 8), 1, 1).unmasked_pairs() == 64
