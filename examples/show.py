@@ -13,8 +13,8 @@ dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def tokens(small: bool) -> int:
-    """Sequence length of an example: 200 for a test, 4096 on a GPU, 2048 on a CPU."""
-    return 200 if small else 4096 if device.type == "cuda" else 2048
+    """Sequence length of an example: 200 for a test, 4096 on a GPU, 1024 on a CPU."""
+    return 200 if small else 4096 if device.type == "cuda" else 1024
 
 
 def inputs(batch: int, q_heads: int, kv_heads: int, length: int, head_dim: int, seed: int = 0) -> list[torch.Tensor]:

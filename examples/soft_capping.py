@@ -38,7 +38,8 @@ def main(small: bool = False) -> None:
     print(f"without the cap the outputs differ by up to {(uncapped - truth).abs().max().item():.2f}")
 
     print("\nOutput and gradients against float64, on the first 64 tokens:")
-    flexc.check(kernel, *(x[:, :, :64].detach().requires_grad_() for x in (q, k, v)))
+    report = flexc.check(kernel, *(x[:, :, :64].detach().requires_grad_() for x in (q, k, v)))
+    report.raise_if_bad()
 
     print("\nBlocks that the mask leaves to do:")
     kernel(q, k, v)

@@ -7,7 +7,8 @@ sliding window. The text, 465,000 characters on the Python language, comes with 
 All runs start from the same weights and see the same batches, so only rounding separates them. How much that is, is measured: a third run
 does its dense attention in float64. flexc may stray from that one a few times as far as dense float32 attention does, at every step. The
 bound has to be that tight: in the CPU configuration rounding moves the loss by less than 1e-6, a forgotten derivative of the cap by 7e-3
-and a window wider by one token by 1e-2. All is float32 for the same reason: under the rounding of bfloat16 the first of these hides.
+and a window wider by one token by 1e-2. All is float32 for the same reason: with the
+rounding of bfloat16, a forgotten derivative passed in the configuration for tests.
 
     python examples/train_small_llm.py
 """

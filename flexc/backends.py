@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,9 +157,15 @@ def _backward_cpu(module: Any, call: Call, maps: Maps, out: Tensor, lse: Tensor,
     return module.backward(call.q, call.k, call.v, out, lse, dout, dlse, call.scale, call.tensors, call.scalars, rows, block)
 
 
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device: make it the tensors'."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def _forward_triton(module: Any, call: Call, maps: Maps) -> tuple[Tensor, Tensor]:
     rows = maps["forward"].row_walk() if maps else None
-    return module.forward(call.q, call.k, call.v, call.scale, call.tensors, call.scalars, rows)
+    with _on(call.q.device):
+        return module.forward(call.q, call.k, call.v, call.scale, call.tensors, call.scalars, rows)
 
 
 def _backward_triton(module: Any, call: Call, maps: Maps, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Any:
@@ -167,7 +174,8 @@ def _backward_triton(module: Any, call: Call, maps: Maps, out: Tensor, lse: Tens
         dout = dout.contiguous()
     if dlse is not None:
         dlse = dlse.contiguous()
-    return module.backward(call.q, call.k, call.v, out, lse, dout, dlse, call.scale, call.tensors, call.scalars, rows, columns)
+    with _on(call.q.device):
+        return module.backward(call.q, call.k, call.v, out, lse, dout, dlse, call.scale, call.tensors, call.scalars, rows, columns)
 
 
 CPU = Backend(

@@ -21,6 +21,7 @@ class CompiledKernel:
 
     Attributes:
         registers: per thread; spill_bytes: stack per thread; smem_bytes: shared memory of a block.
+        remarks: what ptxas says of lost performance, such as serialised matrix products (C7510 to C7519).
     """
 
     name: str
@@ -30,6 +31,7 @@ class CompiledKernel:
     spill_bytes: int
     smem_bytes: int
     warps: int
+    remarks: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class CompiledModule:
         """One line a kernel."""
         rows = [f"{'kernel':18} {'registers':>9} {'spill bytes':>11} {'smem bytes':>10} {'warps':>5}"]
         rows += [f"{k.name:18} {k.registers:9} {k.spill_bytes:11} {k.smem_bytes:10} {k.warps:5}" for k in self.kernels]
+        rows += [f"{k.name}: {remark}" for k in self.kernels for remark in k.remarks]
         return "\n".join(rows)
 
 
@@ -87,7 +90,20 @@ def _compile(module: ModuleType, name: str, capability: int, types_of: Callable[
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": stages})
     usage = re.search(r"REG:(\d+) STACK:(\d+)", _tool("cuobjdump", compiled.asm["cubin"], "-res-usage"))
     registers, spill = (int(usage[1]), int(usage[2])) if usage else (0, 0)
-    return CompiledKernel(name, compiled.asm["ptx"], compiled.asm["cubin"], registers, spill, compiled.metadata.shared, warps)
+    remarks = _remarks(compiled.asm["ptx"], capability)
+    return CompiledKernel(name, compiled.asm["ptx"], compiled.asm["cubin"], registers, spill, compiled.metadata.shared, warps, remarks)
+
+
+def _remarks(ptx: str, capability: int) -> tuple[str, ...]:
+    """ptxas's remarks on performance, which Triton drops."""
+    name = "ptxas-blackwell" if capability >= 100 else "ptxas"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.ptx"
+        file.write_text(ptx)
+        arch = f"sm_{capability}" + ("a" if capability >= 90 else "")
+        command = [_tool_path(name), "-v", f"--gpu-name={arch}", str(file), "-o", str(file.with_suffix(".cubin"))]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return tuple(sorted(set(re.findall(r"\(C75\d\d\).*?(?= in the function|$)", done.stderr, flags=re.MULTILINE))))
 
 
 @cache

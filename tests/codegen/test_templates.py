@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-import flexc
 from flexc.codegen import templates
 from flexc.errors import InternalError
 
@@ -14,7 +13,7 @@ def folder(tmp_path, monkeypatch):
     """An empty template folder inside an installed package."""
     package = tmp_path / "flexc"
     (package / "_templates").mkdir(parents=True)
-    monkeypatch.setattr(flexc, "__path__", [str(package)])
+    monkeypatch.setattr(templates, "__file__", str(package / "codegen" / "templates.py"))
     for function in (templates.template_folder, templates._environment):
         function.cache_clear()
     yield package / "_templates"

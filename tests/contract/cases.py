@@ -578,6 +578,17 @@ def _(m):
     return Problem(lambda s, b, h, i, j: s + w[-1 - j], causal, *m.qkv(), {"w": w})
 
 
+for _name in ("rows", "q_len", "tl", "entry"):
+
+    @case(f"captured values that are called {_name}, as a kernel may call its own")
+    def _(m, name=_name):
+        make = eval(f"lambda {name}: (lambda s, b, h, i, j: s * {name}, lambda b, h, i, j: i + {name} >= j)")
+        table = eval(f"lambda {name}, score: lambda s, b, h, i, j: score(s, b, h, i, j) + {name}[h] * j")
+        score, mask = make(flexc.runtime(3))
+        w = m.table(4)
+        return Problem(table(w, score), mask, *m.qkv(q_len=40), {"w": w})
+
+
 # --- heads, head dims, lengths -------------------------------------------------------------------------------------------------------
 
 for _heads, _kv_heads in ((8, 2), (6, 2), (8, 1), (1, 1), (3, 3)):

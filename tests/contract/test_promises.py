@@ -266,6 +266,17 @@ def test_window_that_changes_every_step(attention, device):
         close(attention(None, mask)(q, k, v), reference(None, mask, q, k, v)[0])
 
 
+@pytest.mark.parametrize("name", ["q_len", "kv_len", "heads", "scale", "rows", "x5", "lse", "tl"])
+def test_captured_names_do_not_meet_the_names_of_the_kernel(attention, device, name):
+    """The second value makes the number an argument of the kernel, under the name the user gave it."""
+    q, k, v = qkv(q_len=40, device=device)
+    make = eval(f"lambda {name}: (lambda s, b, h, i, j: s * {name}, lambda b, h, i, j: i + {name} >= j)")
+    for value in (3, 5, 7):
+        score, mask = make(value)
+        truth, _ = reference(lambda s, b, h, i, j, c=value: s * c, lambda b, h, i, j, c=value: i + c >= j, q, k, v)
+        close(attention(score, mask)(q, k, v), truth)
+
+
 # --- several calls that must agree ---------------------------------------------------------------------------------------------------
 
 

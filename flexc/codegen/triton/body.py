@@ -8,17 +8,23 @@ value used at the element level is spread by `[:, None]` or `[None, :]`, whichev
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from flexc.codegen.triton.rows import TRITON_DTYPES, spell
 from flexc.ir.bounds import bounds
 from flexc.ir.graph import BOOL, FLOAT32, Graph, Node, const_value, topological
 from flexc.ir.interval import Interval
+from flexc.ir.ops import feeding_steps
 
 TILE, ROW, COLUMN, ELEMENT = "tile", "row", "column", "element"
 LEVELS = (TILE, ROW, COLUMN, ELEMENT)
 _LEVEL_OF_RATE = {"uniform": TILE, "head": TILE, "row": ROW, "column": COLUMN, "diagonal": ELEMENT, "element": ELEMENT}
+
+
+def captured(name: str) -> str:
+    """What a captured tensor or number is called in a kernel: no name of the templates begins with `u_`, so the user may call it anything."""
+    return f"u_{name}"
 
 
 def rate_levels(graph: Graph) -> dict[Node, str]:
@@ -61,7 +67,8 @@ class Body:
         approximate: hardware approximations are allowed.
         interpreted: libdevice and inline assembly are missing.
         transposed: the tile is held as [columns, rows].
-        index: how columns' safe positions are called, see `safe`.
+        levels, lines, names, uses, stepped: of each node its level, the statements printed, the name of its value; helpers that the text
+            calls; nodes that a step function reads.
     """
 
     graph: Graph
@@ -73,12 +80,18 @@ class Body:
     lines: dict[str, list[str]] = field(default_factory=lambda: {level: [] for level in LEVELS})
     names: dict[Node, str] = field(default_factory=dict)
     uses: set[str] = field(default_factory=set)
+    stepped: Collection[Node] = ()
     _comment: object = None
 
     def __post_init__(self) -> None:
         self.levels = rate_levels(self.graph)
+        self.stepped = feeding_steps([node for _, node in self.graph.outputs])
 
     # --- facts for rows.py ---
+
+    def must_be_exact(self, node: Node) -> bool:
+        """Whether a step function reads the node, so that a last bit could change the result by a whole step."""
+        return node in self.stepped
 
     def is_non_negative(self, node: Node) -> bool:
         """Whether bounds prove node >= 0."""
@@ -122,7 +135,7 @@ class Body:
         if node.op == "input":
             self.names[node] = node.attrs[0]
         elif node.op == "scalar":
-            self.names[node] = self.graph.scalars[node.attrs[0]].name
+            self.names[node] = captured(self.graph.scalars[node.attrs[0]].name)
         elif node.op == "gather":
             self.names[node] = self._gather(node)
         else:
@@ -147,8 +160,9 @@ class Body:
 
     def _gather(self, node: Node) -> str:
         tensor = self.graph.tensors[node.attrs[0]]
-        name = f"{tensor.name}_{len(self.names)}"
-        pointer, guard = self.address(node, f"{tensor.name}_ptr", f"{tensor.name}_stride", name)
+        given = captured(tensor.name)
+        name = f"{given}_{len(self.names)}"
+        pointer, guard = self.address(node, f"{given}_ptr", f"{given}_stride", name)
         level = self.levels[node]
         mask = f", mask={guard}, other=0" if guard else ""
         load = f"tl.load({pointer}{mask})"
@@ -170,7 +184,7 @@ class Body:
         for axis, index in enumerate(node.args):
             where = self.levels[index]
             text = self.at(index, where)
-            size = f"{tensor.name}_size{axis}"
+            size = f"{captured(tensor.name)}_size{axis}"
             if not self.is_non_negative(index):
                 wrapped = f"{name}_i{axis}"
                 self.lines[where].append(f"{wrapped} = tl.where({text} < 0, {text} + {size}, {text})")

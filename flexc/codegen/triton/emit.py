@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from flexc.codegen.templates import render
-from flexc.codegen.triton.body import COLUMN, ELEMENT, ROW, TILE, Body, position_bounds
+from flexc.codegen.triton.body import COLUMN, ELEMENT, ROW, TILE, Body, captured, position_bounds
 from flexc.codegen.triton.plan import MAX_TOKENS, Plan
 from flexc.ir.graph import Graph, Node, inputs_of, is_const
 from flexc.target import Target
@@ -150,13 +150,15 @@ def _header(graph: Graph, plan: Plan, title: str) -> str:
 def _captured_arguments(graph: Graph) -> tuple[list[str], list[str]]:
     lines, fixed = [], []
     for tensor in graph.tensors:
-        sizes = [f"{tensor.name}_size{i}" for i in range(tensor.rank)]
-        strides = [f"{tensor.name}_stride{i}" for i in range(tensor.rank)]
-        lines.append(", ".join([f"{tensor.name}_ptr", *sizes, *strides]) + ",")
+        name = captured(tensor.name)
+        sizes = [f"{name}_size{i}" for i in range(tensor.rank)]
+        strides = [f"{name}_stride{i}" for i in range(tensor.rank)]
+        lines.append(", ".join([f"{name}_ptr", *sizes, *strides]) + ",")
         fixed += sizes
     if graph.scalars:
-        lines.append(", ".join(s.name for s in graph.scalars) + ",")
-        fixed += [s.name for s in graph.scalars]
+        names = [captured(s.name) for s in graph.scalars]
+        lines.append(", ".join(names) + ",")
+        fixed += names
     return lines, fixed
 
 
@@ -224,8 +226,9 @@ def _gradients(graph: Graph, body: Body, kernel: Kernel, kind: str) -> list[Node
                 body.add(index)
             body.add(factor)
             roots += [*gather.args, factor]
-            name = f"{tensor.name}_grad{k}"
-            pointer, inside = body.address(gather, f"{tensor.name}_grad_ptr", f"{tensor.name}_grad_stride", name)
+            given = captured(tensor.name)
+            name = f"{given}_grad{k}"
+            pointer, inside = body.address(gather, f"{given}_grad_ptr", f"{given}_grad_stride", name)
             times = "" if is_const(factor, 1.0) else f" * {body.at(factor, ELEMENT)}"
             is_sum = level != ELEMENT
             conditions = {ROW: ["stored"], COLUMN: ["(columns < kv_len)"]}.get(level, []) + ([inside] if inside else [])
@@ -245,8 +248,8 @@ def _gradients(graph: Graph, body: Body, kernel: Kernel, kind: str) -> list[Node
             slot = gather.attrs[0]
             if slot not in kernel.gradient_slots:
                 kernel.gradient_slots.append(slot)
-                strides = "".join(f", {tensor.name}_grad_stride{i}" for i in range(tensor.rank))
-                kernel.gradient_arguments.append(f"{tensor.name}_grad_ptr{strides},")
+                strides = "".join(f", {given}_grad_stride{i}" for i in range(tensor.rank))
+                kernel.gradient_arguments.append(f"{given}_grad_ptr{strides},")
         k += 1
     if kernel.gradient_slots:
         kernel.also = " and what they add to the gradients of " + ", ".join(graph.tensors[s].name for s in kernel.gradient_slots)

@@ -132,6 +132,7 @@ _PREFERRED: dict[str, Sequence[tuple[int, int, int, int]]] = {
         (128, 128, 8, 2),
         (128, 64, 4, 2),
         (128, 64, 8, 2),
+        (64, 64, 8, 2),
         (64, 64, 4, 2),
         (64, 32, 4, 2),
         (64, 32, 8, 2),
@@ -144,6 +145,7 @@ _PREFERRED: dict[str, Sequence[tuple[int, int, int, int]]] = {
         (64, 64, 4, 2),
         (128, 64, 8, 3),
         (128, 64, 8, 2),
+        (64, 64, 8, 2),
         (64, 32, 4, 3),
         (64, 32, 4, 2),
         (64, 32, 8, 2),
@@ -178,6 +180,8 @@ def candidates(kind: str, target: Target, dtype: str, head_dim: int, head_dim_v:
         tile = Tile(*numbers)
         if dtype == "float32" and max(tile.rows, tile.columns) > _FLOAT32_LIMIT:
             continue
+        if tile.warps == 4 and tile.rows >= 64 and max(width, width_v) > 128:
+            continue  # one warpgroup's registers hold a 64 x 128 accumulator with room to spare, not a wider one
         if smem_bytes(kind, tile, width, width_v, element) > target.smem_bytes:
             continue
         if registers(kind, tile, width, width_v) > _REGISTERS_PER_THREAD:

@@ -23,6 +23,10 @@ class Facts(Protocol):
         """Record that the text uses a helper function, or libdevice; returns its name."""
         ...
 
+    def must_be_exact(self, node: Node) -> bool:
+        """Whether a step function (floor, a comparison, a cast to integer) reads the node."""
+        ...
+
     def is_non_negative(self, node: Node) -> bool:
         """Whether bounds prove the node >= 0."""
         ...
@@ -35,6 +39,11 @@ TRITON_DTYPES = {BOOL: "tl.int1", INT32: "tl.int32", INT64: "tl.int64", FLOAT32:
 
 def _both_non_negative(node: Node, facts: Facts) -> bool:
     return all(facts.is_non_negative(a) for a in node.args)
+
+
+def _truediv(x: Sequence[str], node: Node, facts: Facts) -> str:
+    """Triton's `/` on float32 is good to two units in the last place; a step function needs the rounded quotient."""
+    return f"tl.div_rn({x[0]}, {x[1]})" if facts.must_be_exact(node) else f"{x[0]} / {x[1]}"
 
 
 def _floordiv(x: Sequence[str], node: Node, facts: Facts) -> str:
@@ -83,7 +92,7 @@ TRITON_ROWS: dict[str, Row] = {
     "add": "{0} + {1}",
     "sub": "{0} - {1}",
     "mul": "{0} * {1}",
-    "truediv": "{0} / {1}",
+    "truediv": _truediv,
     "floordiv": _floordiv,
     "floormod": _floormod,
     "neg": "-{0}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from flexc.codegen.triton.body import captured
 from flexc.codegen.triton.plan import Plan
 from flexc.ir.graph import FLOAT32, INT64, Graph
 
@@ -36,9 +37,9 @@ _FIXED = {
 
 def signature(names: Sequence[str], graph: Graph, plan: Plan) -> dict[str, str]:
     """Triton's type of each argument of a generated kernel, by name. Pointers and descriptors are taken as 16-byte aligned."""
-    captured = {f"{t.name}_ptr": _POINTERS[t.dtype] for t in graph.tensors}
-    captured |= {f"{t.name}_grad_ptr": "*fp32" for t in graph.tensors}
-    captured |= {s.name: "fp32" if s.dtype == FLOAT32 else "i64" if s.dtype == INT64 else "i32" for s in graph.scalars}
+    given = {f"{captured(t.name)}_ptr": _POINTERS[t.dtype] for t in graph.tensors}
+    given |= {f"{captured(t.name)}_grad_ptr": "*fp32" for t in graph.tensors}
+    given |= {captured(s.name): "fp32" if s.dtype == FLOAT32 else "i64" if s.dtype == INT64 else "i32" for s in graph.scalars}
     own = _POINTERS[plan.dtype]
     types: dict[str, str] = {}
     for name in names:
@@ -46,8 +47,10 @@ def signature(names: Sequence[str], graph: Graph, plan: Plan) -> dict[str, str]:
         if descriptor:
             width, rows = descriptor.groups()
             types[name] = f"tensordesc<{own[1:]}[1, 1, {rows}, {width}]>"
-        elif name in captured:
-            types[name] = captured[name]
+        elif name in ("lse2_desc", "delta_desc"):
+            types[name] = f"tensordesc<fp32[1, {plan.dkv.rows}]>"
+        elif name in given:
+            types[name] = given[name]
         elif name in _FIXED:
             types[name] = _FIXED[name]
         else:

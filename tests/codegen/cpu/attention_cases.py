@@ -271,6 +271,14 @@ CASES = [
         mask=_causal,
     ),
     Case(
+        "captured value undefined where masked",
+        score_node=S + gather(0, FLOAT32, [K]),
+        score=lambda s, b, h, q, k, bias: s + bias[k],
+        mask_node=apply("lt", K, const(60)),
+        mask=lambda b, h, q, k, *_: k < 60,
+        tensors=[("bias", lambda generator: torch.cat([torch.randn(60, generator=generator), torch.full((10,), math.nan)]), True)],
+    ),
+    Case(
         "mask by batch",
         mask_node=apply("or", apply("eq", apply("floormod", B, const(2)), const(0)), CAUSAL),
         mask=lambda b, h, q, k: (b % 2 == 0) | (q >= k),
