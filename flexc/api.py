@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import numbers
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from flexc import backends, frontend, pipeline, settings
 from flexc.algebra import Mask
@@ -15,8 +19,8 @@ from flexc.autograd import Attention
 from flexc.backends import Options, Shapes
 from flexc.errors import FlexcError, InputError, ShapeError, UnsupportedError
 from flexc.explain import Explanation, explain
-from flexc.ir.graph import Graph, topological
-from flexc.launch import Launch, MapCache
+from flexc.ir.graph import BOOL, Graph, Node, inputs_of
+from flexc.launch import MAPS, Launch
 from flexc.pipeline import Artifact
 from flexc.sparsity import BlockMap
 
@@ -24,6 +28,7 @@ Tensor = torch.Tensor
 Function = Callable[..., Any]
 
 _PRECISIONS = ("fast", "exact", "tf32")
+_MOST_READY = 256  # combinations of a trace and sizes that a kernel keeps at hand
 MAX_TOKENS = 2**24  # positions are exact in float32 below it
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -45,11 +50,14 @@ def kernel(function: Function) -> Kernel:
 
     Args:
         function: with five arguments (score, batch, head, q_idx, kv_idx) a score function: one score and its position in, the new score
-            out. With four (batch, head, q_idx, kv_idx) a mask function: may this query see this key?
+            out. With four (batch, head, q_idx, kv_idx) a mask function: may this query see this key? A kernel is returned as it is.
 
     Raises:
-        TraceError: another number of arguments.
+        InputError: another number of arguments.
+        TraceError: not a Python function, or any number of arguments.
     """
+    if isinstance(function, Kernel):
+        return function
     arity = frontend.arity(function)
     if arity == 5:
         return attention(score_mod=function)
@@ -73,8 +81,8 @@ def attention(
     """Make an attention kernel of a score function and a mask function; None for plain scores, for no mask.
 
     Args:
-        score_mod: (score, batch, head, q_idx, kv_idx) → score, float32.
-        mask_mod: (batch, head, q_idx, kv_idx) → bool, or a Mask.
+        score_mod: (score, batch, head, q_idx, kv_idx) → score, float32; or a kernel that `flexc.kernel` made of such a function.
+        mask_mod: (batch, head, q_idx, kv_idx) → bool, a Mask, or a kernel that `flexc.kernel` made of such a function.
         backend: "auto", "triton" or "cpu".
         autotune: time the plausible tiles on the first call's shapes and block structure, and keep the fastest.
         precision: "fast" (hardware approximations where they stay within twice eager PyTorch's error), "exact" (none), or "tf32" (fast, and
@@ -89,6 +97,8 @@ def attention(
 
 class Kernel:
     """Attention with a score and a mask function. Call it on q, k, v; look inside it afterwards.
+
+    It can be copied and pickled as far as its functions can; what it compiled and what ran last stay behind.
 
     Attributes:
         score_mod, mask_mod: the functions, or None.
@@ -108,6 +118,11 @@ class Kernel:
             backends.choose(backend, None)  # raises, naming the known ones
         if precision not in _PRECISIONS:
             raise InputError(f"unknown precision {precision!r}: expected " + ", ".join(f'"{known}"' for known in _PRECISIONS))
+        for name, switch in (("autotune", autotune), ("deterministic", deterministic)):
+            if not isinstance(switch, bool):
+                raise InputError(f"{name} is a {type(switch).__name__}; expected True or False")
+        score_mod = _function_in(score_mod, "score_mod")
+        mask_mod = _function_in(mask_mod, "mask_mod")
         _refuse_arity(score_mod, 5, "score_mod", "(score, batch, head, q_idx, kv_idx)")
         _refuse_arity(mask_mod, 4, "mask_mod", "(batch, head, q_idx, kv_idx)")
         self.score_mod = score_mod
@@ -115,13 +130,22 @@ class Kernel:
         self._backend = backend
         self._autotune = autotune
         self._options = Options(precision=precision, deterministic=deterministic)
-        self._maps = MapCache()
+        self._ready: dict[tuple, tuple[Artifact, tuple[_Extent, ...]]] = {}
         self._last: tuple[Launch, tuple[Tensor, ...], torch.device] | None = None
+        function = score_mod if score_mod is not None else mask_mod
         self.__name__ = pipeline.title_of(score_mod, mask_mod)
-        self.__doc__ = getattr(score_mod if score_mod is not None else mask_mod, "__doc__", None)
+        self.__doc__ = getattr(function, "__doc__", None)
+        self.__module__ = getattr(function, "__module__", None) or __name__
 
     def __repr__(self) -> str:
         return f"<flexc kernel {self.__name__}>"
+
+    def __reduce__(self) -> str | tuple:
+        name = getattr(self.score_mod if self.score_mod is not None else self.mask_mod, "__qualname__", "")
+        if _found_at(self.__module__, name) is self:
+            return name  # where a decorated function was, there is the kernel: pickle cannot find the function
+        make = partial(Kernel, backend=self._backend, autotune=self._autotune, **_given(self._options))
+        return make, (self.score_mod, self.mask_mod)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, return_lse: bool = False
@@ -132,27 +156,26 @@ class Kernel:
             q: [B, Hq, Sq, D], float16, bfloat16 or float32 (float64 on the CPU), any strides.
             k: [B, Hkv, Skv, D]. Hq is a multiple of Hkv: query head h reads key/value head h // (Hq / Hkv).
             v: [B, Hkv, Skv, Dv].
-            scale: on q·k before the score function; default 1 / sqrt(D).
+            scale: on q·k before the score function, any finite number; default 1 / sqrt(D).
             return_lse: also return AuxOutput.
 
         Returns:
             out [B, Hq, Sq, Dv] in q's dtype, or (out, AuxOutput). A row that may see no key is 0, with lse -inf and zero gradients.
+            Scores and sums are float32 (float64 for float64 inputs); autocast changes nothing, the dtype of q decides.
 
         Raises:
             ShapeError, InputError: sizes, dtypes or devices do not fit.
             TraceError: a function cannot be compiled.
             UnsupportedError: the backend has no kernel for this.
         """
-        shapes = _checked(q, k, v)
-        if settings.current().eager:
+        current = settings.current()
+        if current.eager:
             return self._eager(q, k, v, scale, return_lse)
-        q, scale = _positive_scale(q, scale)
-        launch, tensors = self._launch(q, k, v, shapes, scale)
-        if settings.current().check:
+        launch, q, k, v, tensors = self._launch(q, k, v, scale, current)
+        if current.check:
             from flexc.index_check import check_indices
 
-            check_indices(launch.artifact.traced, shapes, tensors, launch.scalars, q.device)
-        q, k, v = (_contiguous_rows(x) for x in (q, k, v))
+            check_indices(launch.artifact.traced, launch.shapes, tensors, launch.scalars, q.device)
         self._last = (launch, tensors, q.device)
         out, lse = Attention.apply(launch, q, k, v, *tensors)
         return (out, AuxOutput(lse)) if return_lse else out
@@ -202,22 +225,21 @@ class Kernel:
     def blocks(self) -> BlockMap:
         """Which blocks of the last call's mask are empty, partial or full, at the forward kernel's block size; prints as a picture."""
         launch, tensors, device = self._ran()
-        maps = launch.block_maps(tensors, device, ("forward",))
-        return maps["forward"] if maps else self._maps.get(launch, (128, 128), tensors, device)
+        return _forward_map(launch, tensors, device)
 
     def explain(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Explanation:
         """What the variant is as mathematics, its work and roofline on this device, its tiles, what is loaded at which rate, and why this
         backend. Runs no kernel."""
-        shapes = _checked(q, k, v)
-        copied = [name for name, x in (("q", q), ("k", k), ("v", v)) if x.stride(-1) != 1]
-        q, scale = _positive_scale(q, scale)
-        launch, tensors = self._launch(q, k, v, shapes, scale)
-        maps = launch.block_maps(tensors, q.device, ("forward",))
-        blocks = maps["forward"] if maps else self._maps.get(launch, (128, 128), tensors, q.device)
-        return explain(launch, blocks, scale, copied, self.__name__)
+        launch, *rows, tensors = self._launch(q, k, v, scale, settings.current())
+        copied = [name for name, given, x in zip("qkv", (q, k, v), rows) if given.stride(-1) != x.stride(-1)]
+        if scale is None:
+            scale = launch.scale
+        return explain(launch, _forward_map(launch, tensors, q.device), float(scale), copied, self.__name__)
 
     def captured(self, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
-        """The captured tensors that require a gradient, by the name that the graph gives them."""
+        """The captured tensors that require a gradient in a call on q, k and v, by the name that the graph gives them."""
+        _refuse_what_is_no_input(q, k, v)
+        _shapes_of(q, k, v)
         trace, binding = frontend.trace(self.score_mod, self.mask_mod)
         return {i.name: t for i, t in zip(trace.graph.tensors, binding.tensors, strict=True) if t.requires_grad}
 
@@ -226,40 +248,102 @@ class Kernel:
     def _ran(self) -> tuple[Launch, tuple[Tensor, ...], torch.device]:
         if self._last is None:
             raise FlexcError(
-                f"{self.__name__} has not run yet: call it on q, k, v first, or use `python -m flexc show FILE.py:NAME` to compile for a target"
+                f"{self.__name__} has not run yet: call it on q, k, v first, or compile it with `python -m flexc show FILE.py:NAME`"
             )
         return self._last
 
-    def _launch(self, q: Tensor, k: Tensor, v: Tensor, shapes: Shapes, scale: float) -> tuple[Launch, tuple[Tensor, ...]]:
+    def _launch(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, current: settings.Settings
+    ) -> tuple[Launch, Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+        """The launch for these inputs, and the inputs as kernels take them: q, k, v and the captured tensors."""
+        _refuse_what_is_no_input(q, k, v)
+        if scale is not None:
+            q, scale = _positive_scale(q, scale)
+        q, k, v = _contiguous_rows(q), _contiguous_rows(k), _contiguous_rows(v)
+        device = q.device
+        shapes = _shapes_of(q, k, v)
         trace, binding = frontend.trace(self.score_mod, self.mask_mod)
-        tensors = tuple(_on_device(tensor, given.name, q.device) for given, tensor in zip(trace.graph.tensors, binding.tensors, strict=True))
-        _refuse_wrong_sizes(trace.graph, tensors, shapes)
-        backend, reason = backends.choose(self._backend, q.device)
-        target = pipeline.target_of(q.device)
-        artifact = pipeline.artifact_for(trace, shapes, target, backend, reason, self._options, self.__name__)
-        launch = Launch(artifact, shapes, scale, binding.scalars, self._maps, self._options, self.__name__)
+        tensors = binding.tensors
+        for slot, tensor in enumerate(tensors):
+            if tensor.device != device:
+                moved = _on_device(tensor, trace.graph.tensors[slot].name, device)
+                tensors = (*tensors[:slot], moved, *tensors[slot + 1 :])
+        key = (trace, shapes, device, current.dump, current.override)
+        found = self._ready.get(key)
+        if found is None:
+            found = self._prepared(trace, tensors, shapes, device)
+            if len(self._ready) >= _MOST_READY:
+                self._ready.clear()
+            self._ready[key] = found
+        artifact, extents = found
+        if extents:
+            _refuse_wrong_sizes(extents, trace.graph, tensors, shapes)
+        if scale is None:
+            scale = 1.0 / math.sqrt(shapes.head_dim)
+        launch = Launch(artifact, shapes, scale, binding.scalars, self._options, self.__name__)
         if self._autotune:
             from flexc.autotune import tuned
 
             launch = tuned(launch, trace, q, k, v, tensors)
-        return launch, tensors
+        return launch, q, k, v, tensors
+
+    def _prepared(
+        self, trace: frontend.Trace, tensors: tuple[Tensor, ...], shapes: Shapes, device: torch.device
+    ) -> tuple[Artifact, tuple[_Extent, ...]]:
+        extents = tuple(sorted(_extents(trace.graph)))
+        _refuse_wrong_sizes(extents, trace.graph, tensors, shapes)  # before anything is compiled
+        backend, reason = backends.choose(self._backend, device)
+        target = pipeline.target_of(device)
+        return pipeline.artifact_for(trace, shapes, target, backend, reason, self._options, self.__name__), extents
 
     def _eager(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, return_lse: bool) -> Tensor | tuple[Tensor, AuxOutput]:
         """FLEXC_EAGER=1: the user's own functions on dense tensors, where print and breakpoint work."""
         from flexc.reference import eager
 
-        out, lse = eager(self.score_mod, self.mask_mod, q, k, v, scale=scale)
+        _refuse_what_is_no_input(q, k, v)
+        _shapes_of(q, k, v)
+        out, lse = eager(self.score_mod, self.mask_mod, q, k, v, scale=None if scale is None else _finite(scale))
         return (out, AuxOutput(lse)) if return_lse else out
+
+
+def _forward_map(launch: Launch, tensors: tuple[Tensor, ...], device: torch.device) -> BlockMap:
+    maps = launch.block_maps(tensors, device, ("forward",))
+    return maps["forward"] if maps else MAPS.get(launch, (128, 128), tensors, device)
+
+
+def _given(options: Options) -> dict[str, Any]:
+    return {"precision": options.precision, "deterministic": options.deterministic}
+
+
+def _found_at(module: str, qualified_name: str) -> Any:
+    """What a module holds under a name such as "alibi" or "Model.alibi"; None if nothing."""
+    found: Any = sys.modules.get(module)
+    for name in qualified_name.split("."):
+        found = getattr(found, name, None)
+    return found
 
 
 # --- validation ---------------------------------------------------------------------------------------------------------------------
 
 
+def _function_in(function: Any, name: str) -> Any:
+    """The function that a kernel was made of; anything else as it is."""
+    if not isinstance(function, Kernel):
+        return function
+    other = {"score_mod": "mask_mod", "mask_mod": "score_mod"}[name]
+    inner, outer = getattr(function, name), getattr(function, other)
+    if inner is not None and outer is not None:
+        raise InputError(f"{name} is a flexc kernel of two functions, {function.__name__}; expected one: pass its .score_mod and .mask_mod")
+    if outer is not None:
+        raise InputError(f"{name} is a flexc kernel of the {other.removesuffix('_mod')} function {function.__name__}: pass it as {other}")
+    if inner is None:
+        raise InputError(f"{name} is a flexc kernel without functions; expected a function, or None")
+    return inner
+
+
 def _refuse_arity(function: Any, expected: int, name: str, arguments: str) -> None:
     if function is None:
         return
-    if isinstance(function, Kernel):
-        raise InputError(f"{name} is a flexc kernel; expected the plain function: pass {name}={function.__name__}.{name}")
     if not callable(function):
         raise InputError(f"{name} is a {type(function).__name__}; expected a function {arguments}")
     found = frontend.arity(function)
@@ -269,52 +353,88 @@ def _refuse_arity(function: Any, expected: int, name: str, arguments: str) -> No
         raise InputError(f"{name} takes {found} positional arguments, expected {expected}: {arguments}{meant}")
 
 
-def _checked(q: Any, k: Any, v: Any) -> Shapes:
+def _refuse_what_is_no_input(q: Any, k: Any, v: Any) -> None:
+    """Each alone: a dense tensor of four dimensions."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise InputError(f"{name} is a {type(x).__name__}; expected a torch.Tensor")
+        if x.is_nested:
+            raise InputError(f"{name} is a nested tensor; expected a dense one: pack the sequences and mask with flexc.masks.document")
+        if x.layout is not torch.strided:
+            raise InputError(f"{name} has layout {x.layout}; expected a dense tensor: convert it with {name}.to_dense()")
         if x.dim() != 4:
             raise ShapeError(f"{name} has {x.dim()} dimensions, {_shape(x)}; expected 4: [batch, heads, tokens, head_dim]")
-    if q.dtype not in _DTYPES:
-        raise InputError(f"q has dtype {q.dtype}; expected float16, bfloat16 or float32: convert it with q.to(torch.bfloat16)")
-    if not q.dtype == k.dtype == v.dtype:
-        raise InputError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
-    if not q.device == k.device == v.device:
-        raise InputError(f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}")
-    batch, heads_q, q_len, head_dim = q.shape
-    heads_kv, kv_len, head_dim_v = k.shape[1], k.shape[2], v.shape[3]
-    if not q.shape[0] == k.shape[0] == v.shape[0]:
-        raise ShapeError(f"q, k and v must have one batch size, got {q.shape[0]}, {k.shape[0]} and {v.shape[0]}")
-    if k.shape[3] != head_dim:
-        raise ShapeError(f"q and k must have one head_dim, got {head_dim} and {k.shape[3]}")
-    if v.shape[1] != heads_kv:
-        raise ShapeError(f"k and v must have as many heads, got {heads_kv} and {v.shape[1]}")
-    if v.shape[2] != kv_len:
-        raise ShapeError(f"k and v must have as many tokens, got {kv_len} and {v.shape[2]}")
-    if heads_kv == 0 or heads_q % heads_kv:
-        raise ShapeError(f"the heads of q must be a multiple of the heads of k and v, got {heads_q} and {heads_kv}")
+
+
+def _shapes_of(q: Tensor, k: Tensor, v: Tensor) -> Shapes:
+    return _shapes(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, _in_bulk(q, k, v))
+
+
+@lru_cache(maxsize=4096)
+def _shapes(
+    q_shape: torch.Size,
+    k_shape: torch.Size,
+    v_shape: torch.Size,
+    q_dtype: torch.dtype,
+    k_dtype: torch.dtype,
+    v_dtype: torch.dtype,
+    q_device: torch.device,
+    k_device: torch.device,
+    v_device: torch.device,
+    in_bulk: bool,
+) -> Shapes:
+    """All three together. Kept, because most calls repeat one before."""
+    if q_dtype not in _DTYPES:
+        raise InputError(f"q has dtype {q_dtype}; expected float16, bfloat16 or float32: convert it with q.to(torch.bfloat16)")
+    if not q_dtype == k_dtype == v_dtype:
+        raise InputError(f"q, k and v must have one dtype, got {q_dtype}, {k_dtype} and {v_dtype}")
+    if not q_device == k_device == v_device:
+        raise InputError(f"q, k and v must be on one device, got {q_device}, {k_device} and {v_device}")
+    batch, heads_q, q_len, head_dim = q_shape
+    heads_kv, kv_len, head_dim_v = k_shape[1], k_shape[2], v_shape[3]
+    if not batch == k_shape[0] == v_shape[0]:
+        raise ShapeError(f"q, k and v must have one batch size, got {batch}, {k_shape[0]} and {v_shape[0]}")
+    if k_shape[3] != head_dim:
+        raise ShapeError(f"q and k must have one head_dim, got {head_dim} and {k_shape[3]}")
+    if v_shape[1] != heads_kv:
+        raise ShapeError(f"k and v must have as many heads, got {heads_kv} and {v_shape[1]}")
+    if v_shape[2] != kv_len:
+        raise ShapeError(f"k and v must have as many tokens, got {kv_len} and {v_shape[2]}")
+    if heads_q == 0 or heads_kv == 0 or heads_q % heads_kv:
+        raise ShapeError(f"the heads of q must be a multiple of the heads of k and v, and not 0, got {heads_q} and {heads_kv}")
     if head_dim == 0 or head_dim_v == 0:
         raise ShapeError(f"head_dim must be at least 1, got {head_dim} for q and k, {head_dim_v} for v")
     if max(q_len, kv_len) >= MAX_TOKENS:
-        raise UnsupportedError(f"expected fewer than {MAX_TOKENS} tokens, got {max(q_len, kv_len)}")
-    return Shapes(batch, heads_q, heads_kv, q_len, kv_len, head_dim, head_dim_v, q.dtype, _in_bulk(q, k, v))
+        raise UnsupportedError(f"expected fewer than {MAX_TOKENS} tokens on every backend, got {max(q_len, kv_len)}")
+    return Shapes(batch, heads_q, heads_kv, q_len, kv_len, head_dim, head_dim_v, q_dtype, in_bulk)
 
 
 def _in_bulk(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    return q.device.type == "cuda" and backends.reads_in_bulk([q, k, v])
+    return q.is_cuda and backends.reads_in_bulk((q, k, v))
 
 
 def _shape(x: Tensor) -> str:
     return "[" + ", ".join(map(str, x.shape)) + "]"
 
 
-def _positive_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float]:
-    """Kernels take a positive scale: a negative one turns q around, zero makes it zero."""
-    if scale is None:
-        return q, 1.0 / math.sqrt(q.shape[-1])
+def _finite(scale: Any) -> float:
+    if isinstance(scale, Tensor):
+        if scale.requires_grad:
+            raise InputError("scale requires a gradient, which would be lost; multiply q by it, or capture it in the score function")
+        if scale.numel() != 1:
+            raise InputError(f"scale is a tensor of shape {_shape(scale)}; expected one number")
+        scale = scale.item()
+    if not isinstance(scale, numbers.Real) or isinstance(scale, bool):
+        raise InputError(f"scale is a {type(scale).__name__}; expected a number")
     scale = float(scale)
-    if not math.isfinite(scale):
-        raise InputError(f"scale must be finite, got {scale}")
+    if not abs(scale) <= torch.finfo(torch.float32).max:
+        raise InputError(f"scale must be finite in float32, got {scale}")
+    return scale
+
+
+def _positive_scale(q: Tensor, scale: Any) -> tuple[Tensor, float]:
+    """Kernels take a positive scale: a negative one turns q around, zero makes it zero."""
+    scale = _finite(scale)
     if scale > 0:
         return q, scale
     return (-q, -scale) if scale < 0 else (q * 0.0, 1.0)
@@ -322,32 +442,53 @@ def _positive_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float]:
 
 def _contiguous_rows(x: Tensor) -> Tensor:
     """The same tensor if its last dimension is contiguous, else one copy."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 and x.stride(-1) == 1 else x.contiguous()
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+_on_gpu: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _on_device(tensor: Tensor, name: str, device: torch.device) -> Tensor:
-    """A captured tensor as kernels read it: on q's device; a single number may come from the CPU."""
-    if tensor.device == device:
-        return tensor
-    if tensor.dim() == 0 and tensor.device.type == "cpu":
+    """A captured tensor as kernels read it: on q's device; a single number may come from the CPU, and is copied whenever it changes."""
+    if tensor.dim() or tensor.device.type != "cpu":
+        raise InputError(f"the captured tensor {name} is on {tensor.device} and q on {device}: move it with {name}.to({str(device)!r})")
+    if tensor.requires_grad or tensor.is_inference():
         return tensor.to(device)
-    raise InputError(f"the captured tensor {name} is on {tensor.device} and q on {device}: move it with {name}.to({str(device)!r})")
+    version = (tensor._version, tensor.data_ptr(), device)
+    found = _on_gpu.get(tensor)
+    if found is None or found[0] != version:
+        # One copy while the number stays: block maps are kept for as long as the tensors that they were made from.
+        found = _on_gpu[tensor] = version, tensor.to(device)
+    return found[1]
 
 
-def _refuse_wrong_sizes(graph: Graph, tensors: tuple[Tensor, ...], shapes: Shapes) -> None:
+_Extent = tuple[int, int, str]  # (slot of a captured tensor, dimension, "batch" or "head" itself that indexes it)
+
+
+def _extents(graph: Graph) -> set[_Extent]:
+    """Which dimensions of captured tensors `batch` or `head` itself indexes, other than where a condition on it guards the read."""
+    found: set[_Extent] = set()
+    for name in ("batch", "head"):
+        seen: set[Node] = set()
+        waiting = [node for _, node in graph.outputs]
+        while waiting:
+            node = waiting.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            is_choice = node.op == "where" or (node.dtype == BOOL and node.op in ("and", "or"))
+            waiting += node.args[:1] if is_choice and name in inputs_of(node.args[0]) else node.args
+            if node.op == "gather":
+                found |= {(node.attrs[0], axis, name) for axis, i in enumerate(node.args) if i.op == "input" and i.attrs[0] == name}
+    return found
+
+
+def _refuse_wrong_sizes(extents: tuple[_Extent, ...], graph: Graph, tensors: tuple[Tensor, ...], shapes: Shapes) -> None:
     """A table indexed by `batch` or `head` itself has one entry for each, or the function was written for other sizes."""
-    extents = {"batch": shapes.batch, "head": shapes.heads_q}
-    for node in topological(node for _, node in graph.outputs):
-        if node.op != "gather":
-            continue
-        for axis, index in enumerate(node.args):
-            name = index.attrs[0] if index.op == "input" else None
-            if name in extents:
-                size = tensors[node.attrs[0]].shape[axis]
-                if size != extents[name]:
-                    tensor = graph.tensors[node.attrs[0]].name
-                    raise ShapeError(
-                        f"the captured tensor {tensor} has {size} entries along dimension {axis}, which `{name}` indexes; "
-                        f"q has {extents[name]} {'batch entries' if name == 'batch' else 'heads'}"
-                    )
-
+    for slot, axis, name in extents:
+        size, expected = tensors[slot].shape[axis], shapes.batch if name == "batch" else shapes.heads_q
+        if size != expected:
+            raise ShapeError(
+                f"the captured tensor {graph.tensors[slot].name} has {size} entries along dimension {axis}, which `{name}` indexes; "
+                f"q has {expected} {'batch entries' if name == 'batch' else 'heads'}"
+            )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.function import once_differentiable
+
+from flexc.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from flexc.launch import Launch
@@ -14,22 +15,58 @@ Tensor = torch.Tensor
 
 
 class Attention(torch.autograd.Function):
-    """out and lse of a launch; gradients of q, k, v and of every captured tensor that requires one."""
+    """out and lse of a launch; gradients of q, k, v and of every captured tensor that requires one.
+
+    lse is float32. Of float64 inputs the backward pass keeps it in float64.
+    """
 
     @staticmethod
     def forward(ctx: Any, launch: Launch, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = launch.forward(q, k, v, tensors)
+        out, lse = run(launch, q, k, v, tensors)
         ctx.launch = launch
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
-        return out, lse
+        return out, lse.float()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *tensors = ctx.saved_tensors
         if dout is None and dlse is None:
             return (None,) * (4 + len(tensors))
-        if dout is None:
-            dout = torch.zeros_like(out)
-        return (None, *ctx.launch.backward(q, k, v, out, lse, dout, dlse, tensors))
+        with torch.no_grad(), _no_autocast(q):
+            gradients = ctx.launch.backward(
+                *(q, k, v, out, lse),
+                torch.zeros_like(out) if dout is None else dout,
+                None if dlse is None else dlse.to(lse.dtype),
+                tensors,
+            )
+        if torch.is_grad_enabled():
+            gradients = _NoSecondDerivative.apply(len(gradients), *gradients, dout, dlse, q, k, v, *tensors)
+        return None, *gradients
+
+
+def run(launch: Launch, q: Tensor, k: Tensor, v: Tensor, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """The forward pass of a launch, out and lse, in the dtypes of its inputs: autocast changes nothing inside."""
+    if torch.is_autocast_enabled(q.device.type):
+        with _no_autocast(q):
+            return launch.forward(q, k, v, tensors)
+    return launch.forward(q, k, v, tensors)
+
+
+def _no_autocast(q: Tensor) -> torch.autocast:
+    return torch.autocast(q.device.type, enabled=False)
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """The first `count` values unchanged, as gradients that depend on the rest: differentiating them raises."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *values: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if x is None else x.view_as(x) for x in values[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> None:
+        raise UnsupportedError(
+            "the gradient of flexc attention cannot be differentiated again, on any backend: expected create_graph=False, or a loss that "
+            "uses no gradient of attention. For second derivatives of small problems use flexc.reference"
+        )

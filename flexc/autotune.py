@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -18,34 +19,51 @@ from flexc.backends import Options
 from flexc.codegen.triton import Tile, candidates
 from flexc.errors import FlexcError
 from flexc.launch import Launch
+from flexc.pipeline import Artifact
 from flexc.runtime.cache import cache_of
 from flexc.runtime.key import key_of
+from flexc.sparsity import BlockMap
 
 Tensor = torch.Tensor
 
 KERNELS = ("forward", "dq", "dkv")
-_winners: dict[str, tuple[tuple[str, Tile], ...]] = {}
+_tuned: WeakKeyDictionary[Artifact, dict[tuple[int, ...], tuple[Artifact, Options]]] = WeakKeyDictionary()
+_visited_tenths: WeakKeyDictionary[BlockMap, int] = WeakKeyDictionary()
 
 
 def tuned(launch: Launch, trace: Any, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor]) -> Launch:
-    """The launch with its tiles replaced by the fastest ones; the same launch where there is nothing to choose (the CPU, the interpreter)."""
+    """The launch with the fastest tiles; the same launch where there is nothing to choose (the CPU, the interpreter, no pairs)."""
     if launch.artifact.backend is not backends.TRITON or q.device.type != "cuda":
         return launch
-    key = _key(launch, tensors, q.device)
-    tiles = _winners.get(key) or _stored(key)
-    if tiles is None:
-        tiles = _search(launch, trace, q.detach(), k.detach(), v.detach(), [t.detach() for t in tensors])
-        cache_of(settings.current()).put(key, {}, {"tiles": [[name, dataclasses.astuple(tile)] for name, tile in tiles]})
-    _winners[key] = tiles
-    return _with_tiles(launch, trace, dict(tiles))
+    if launch.has_no_pairs:
+        return launch
+    sizes = _sizes(launch, tensors, q.device)
+    known = _tuned.setdefault(launch.artifact, {})
+    if sizes not in known:
+        key = key_of(kind="autotune", artifact=launch.artifact.key, sizes=sizes)
+        tiles = _stored(key)
+        if tiles is None:
+            tiles = _search(launch, trace, q.detach(), k.detach(), v.detach(), [t.detach() for t in tensors])
+            cache_of(settings.current()).put(key, {}, {"tiles": [[name, dataclasses.astuple(tile)] for name, tile in tiles]})
+        winner = _with_tiles(launch, trace, dict(tiles))
+        known[sizes] = winner.artifact, winner.options
+    artifact, options = known[sizes]
+    return dataclasses.replace(launch, artifact=artifact, options=options)
 
 
-def _key(launch: Launch, tensors: Sequence[Tensor], device: torch.device) -> str:
+def _sizes(launch: Launch, tensors: Sequence[Tensor], device: torch.device) -> tuple[int, ...]:
+    """What of a call's sizes decides the winner: lengths by powers of two, and the share of blocks visited, in tenths."""
     shapes = launch.shapes
     maps = launch.block_maps(tensors, device, ("forward",))
-    visited = round(10 * (1 - maps["forward"].sparsity())) if maps else 10
-    lengths = [math.ceil(math.log2(max(n, 1))) for n in (shapes.q_len, shapes.kv_len, shapes.batch * shapes.heads_q)]
-    return key_of(kind="autotune", artifact=launch.artifact.key, lengths=lengths, visited=visited)
+    visited = _tenths(maps["forward"]) if maps else 10
+    return *(math.ceil(math.log2(n)) for n in (shapes.q_len, shapes.kv_len, shapes.batch * shapes.heads_q)), visited
+
+
+def _tenths(blocks: BlockMap) -> int:
+    """Counted once for each map: counting waits for the device."""
+    if blocks not in _visited_tenths:
+        _visited_tenths[blocks] = round(10 * blocks.visited_share())
+    return _visited_tenths[blocks]
 
 
 def _stored(key: str) -> tuple[tuple[str, Tile], ...] | None:
@@ -60,9 +78,7 @@ def _with_tiles(launch: Launch, trace: Any, tiles: dict[str, Tile]) -> Launch:
         deterministic=launch.options.deterministic,
         tiles=tuple(sorted(tiles.items())),
     )
-    tuned_artifact = pipeline.artifact_for(
-        trace, launch.shapes, artifact.target, artifact.backend, artifact.reason, options, launch.title
-    )
+    tuned_artifact = pipeline.artifact_for(trace, launch.shapes, artifact.target, artifact.backend, artifact.reason, options, launch.title)
     return dataclasses.replace(launch, artifact=tuned_artifact, options=options)
 
 
@@ -99,7 +115,8 @@ def _call(trial: Launch, kernel: str, q: Tensor, k: Tensor, v: Tensor, tensors: 
 def _milliseconds(call: Callable[[], object]) -> float:
     import triton.testing
 
-    return float(triton.testing.do_bench(call, warmup=5, rep=30, return_mode="median"))
+    median: Any = triton.testing.do_bench(call, warmup=5, rep=30, return_mode="median")
+    return float(median)
 
 
 def _is_refusal(error: Exception) -> bool:

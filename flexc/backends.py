@@ -1,4 +1,4 @@
-"""The backends behind one interface: what each takes, how it plans and prints, which blocks its kernels walk, how its modules are called."""
+"""The backends behind one interface: what each takes, how it plans and prints, which blocks it walks, how its modules are called."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Shapes:
-    """Sizes of one call. Only head_dim, head_dim_v, dtype and the ratio of heads reach the generated code (and lengths on the CPU).
+    """Sizes of one call. What of them reaches the generated code: `Backend.reads`.
 
     Attributes:
         batch, heads_q, heads_kv: B, Hq, Hkv.
@@ -71,7 +71,7 @@ class Options:
     tiles: tuple[tuple[str, Any], ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Call:
     """The values of one call, as a generated module takes them: last dimensions contiguous, scale > 0."""
 
@@ -95,6 +95,7 @@ class Backend:
         templates: files below templates/ that its modules are made from; they are part of the key.
         lower: graph after the passes → what `plan` and `emit` take.
         plan: (graph, shapes, target, options) → frozen dataclass.
+        reads: shapes → what `plan` takes from them. Calls with equal ones share a module, so lengths that grow compile nothing.
         emit: (graph, plan, target, title) → module text.
         blocks: plan → block size of each map that the module's kernels walk, by name; empty where they walk none.
         forward: (module, call, maps) → out, lse.
@@ -106,6 +107,7 @@ class Backend:
     templates: tuple[str, ...]
     lower: Callable[[Graph], Graph]
     plan: Callable[[Graph, Shapes, Target, Options], Any]
+    reads: Callable[[Shapes], tuple]
     emit: Callable[[Graph, Any, Target, str], str]
     blocks: Callable[[Any], dict[str, tuple[int, int]]]
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -145,15 +147,19 @@ def _plan_triton(graph: Graph, shapes: Shapes, target: Target, options: Options)
     return plan
 
 
-def _forward_cpu(module: Any, call: Call, maps: Maps) -> tuple[Tensor, Tensor]:
+def _walked(maps: Maps) -> tuple[Any, tuple[int, int]]:
+    """The runs of each row of blocks, and the block size; without a map all keys for every row, in steps of a size that suits any plan."""
     found = maps.get("forward")
-    rows, block = (None, None) if found is None else (found.rows(), found.block)
+    return (None, (128, 128)) if found is None else (found.rows(), found.block)
+
+
+def _forward_cpu(module: Any, call: Call, maps: Maps) -> tuple[Tensor, Tensor]:
+    rows, block = _walked(maps)
     return module.forward(call.q, call.k, call.v, call.scale, call.tensors, call.scalars, rows, block)
 
 
 def _backward_cpu(module: Any, call: Call, maps: Maps, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Any:
-    found = maps.get("forward")
-    rows, block = (None, None) if found is None else (found.rows(), found.block)
+    rows, block = _walked(maps)
     return module.backward(call.q, call.k, call.v, out, lse, dout, dlse, call.scale, call.tensors, call.scalars, rows, block)
 
 
@@ -183,8 +189,9 @@ CPU = Backend(
     templates=("cpu/attention.py.j2",),
     lower=differentiate,
     plan=_plan_cpu,
+    reads=lambda s: (s.dtype, cpu_codegen.block_sizes(s.q_len, s.kv_len)),
     emit=lambda graph, plan, target, title: cpu_codegen.emit(graph, plan),
-    blocks=lambda plan: {"forward": plan.block},
+    blocks=lambda plan: {"forward": plan.block} if plan.has_mask else {},
     forward=_forward_cpu,
     backward=_backward_cpu,
     packages=("torch",),
@@ -194,6 +201,7 @@ TRITON = Backend(
     templates=("triton/attention.py.j2", "triton/host.py.j2"),
     lower=lambda graph: lower_to_base2(differentiate(graph)),
     plan=_plan_triton,
+    reads=lambda s: (s.dtype, s.head_dim, s.head_dim_v, s.group, s.bulk),
     emit=lambda graph, plan, target, title: triton_codegen.emit(graph, plan, target, title=title),
     blocks=triton_codegen.map_blocks,
     forward=_forward_triton,
@@ -236,7 +244,8 @@ def choose(name: str, device: torch.device | None) -> tuple[Backend, str]:
         _need_triton()
         if device is not None and device.type != "cuda" and not is_interpreted():
             raise UnsupportedError(
-                f"the triton backend needs CUDA tensors, got {device.type}: move q, k and v to a GPU, or set TRITON_INTERPRET=1 to debug there"
+                f"the triton backend needs CUDA tensors, got {device.type}: move q, k and v to a GPU, "
+                "or set TRITON_INTERPRET=1 to debug there"
             )
     elif device is not None and device.type != "cpu":
         raise UnsupportedError(f"the cpu backend needs CPU tensors, got {device.type}")

@@ -49,13 +49,19 @@ class Explanation:
     device: str
 
     def __str__(self) -> str:
-        counts = self.blocks.counts()
+        blocks, counts = self.blocks, self.blocks.counts()
+        kinds = ", ".join(f"{counts[kind]} {kind}" for kind in ("full", "partial", "empty"))
+        found = (
+            f"{blocks.proved} by proof, {blocks.sampled} by two pairs, {blocks.evaluated} by evaluation, {blocks.undecided} left partial"
+        )
+        forward, backward = f"{self.flops_forward / 1e9:.3f} GFLOP forward", f"{self.flops_backward / 1e9:.3f} backward"
+        traffic, workspace = self.bytes_forward / 2**20, self.workspace_bytes / 2**20
         lines = [f"{self.name}", "", *(f"  {line}" for line in self.mathematics), ""]
         lines.append(f"  allowed     {self.unmasked_share:.2%} of all pairs")
-        lines.append(f"  blocks      {counts['full']} full, {counts['partial']} partial, {counts['empty']} empty of {self.blocks.block[0]}x{self.blocks.block[1]} tokens")
-        lines.append(f"  decided     {self.blocks.proved} by proof, {self.blocks.sampled} by two pairs, {self.blocks.evaluated} by evaluation, {self.blocks.undecided} left partial")
-        lines.append(f"  work        {self.flops_forward / 1e9:.3f} GFLOP forward, {self.flops_backward / 1e9:.3f} backward")
-        lines.append(f"  traffic     {self.bytes_forward / 2**20:.2f} MiB forward, {self.workspace_bytes / 2**20:.2f} MiB workspace backward")
+        lines.append(f"  blocks      {kinds} of {blocks.block[0]}x{blocks.block[1]} tokens")
+        lines.append(f"  decided     {found}")
+        lines.append(f"  work        {forward}, {backward}")
+        lines.append(f"  traffic     {traffic:.2f} MiB forward, {workspace:.2f} MiB workspace backward")
         if self.roofline_ms is not None:
             lines.append(f"  roofline    {self.roofline_ms:.4f} ms forward on {self.device}")
         for tensor, index, rate in self.loads:
@@ -66,7 +72,14 @@ class Explanation:
         return "\n".join(lines)
 
 
-_RATE_WORDS = {"uniform": "call", "head": "head", "row": "query", "column": "key", "diagonal": "difference q_idx - kv_idx", "element": "pair"}
+_RATE_WORDS = {
+    "uniform": "call",
+    "head": "head",
+    "row": "query",
+    "column": "key",
+    "diagonal": "difference q_idx - kv_idx",
+    "element": "pair",
+}
 
 
 def explain(launch: Launch, blocks: BlockMap, scale: float, copied: list[str], name: str) -> Explanation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -13,7 +14,9 @@ from flexc.ir.graph import Graph
 _PAIRS_AT_ONCE = 2**22
 
 
-def check_indices(graph: Graph, shapes: Shapes, tensors: Sequence[torch.Tensor], scalars: Sequence[int | float], device: torch.device) -> None:
+def check_indices(
+    graph: Graph, shapes: Shapes, tensors: Sequence[torch.Tensor], scalars: Sequence[int | float], device: torch.device
+) -> None:
     """Evaluate the graph on every pair, a slab of queries at a time.
 
     An index counts where its value is needed: allowed pairs only for the score, and through `where` only the branch taken.
@@ -38,5 +41,4 @@ def check_indices(graph: Graph, shapes: Shapes, tensors: Sequence[torch.Tensor],
             if graph.mask is not None:
                 allowed = evaluate([graph.mask], env)[0]
             if graph.score is not None:
-                env.needed = allowed
-                evaluate([graph.score], env)
+                evaluate([graph.score], dataclasses.replace(env, needed=allowed))

@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +21,7 @@ from flexc import backends, frontend, passes, settings
 from flexc.backends import Backend, Options, Shapes
 from flexc.codegen.templates import template_source
 from flexc.errors import InputError, SettingError
-from flexc.ir.graph import Graph
+from flexc.ir.graph import Graph, Node, Rewriter, make, topological
 from flexc.runtime.cache import cache_of
 from flexc.runtime.key import key_of
 from flexc.runtime.module import load_module
@@ -67,6 +67,16 @@ class Artifact:
             self._module = load_module(self.source, self.path)
         return self._module
 
+    @cached_property
+    def map_blocks(self) -> dict[str, tuple[int, int]]:
+        """Block size of each map that the module's kernels walk."""
+        return self.backend.blocks(self.plan)
+
+    @cached_property
+    def mask_alone(self) -> MaskAlone:
+        """The mask without the score."""
+        return MaskAlone.of(self.graph)
+
     def ptx(self) -> str:
         """PTX of all kernels. Needs no GPU."""
         return self._compiled().ptx()
@@ -88,15 +98,51 @@ class Artifact:
         return compile_module(self.module, self.target.capability, lambda names: signature(names, self.lowered, self.plan))
 
 
-def compile_attention(traced: Graph, shapes: Shapes, target: Target, backend: Backend, reason: str, options: Options, title: str) -> Artifact:
+@dataclass(frozen=True, eq=False)
+class MaskAlone:
+    """A mask apart from the score that it was traced with: equal masks have one node, whatever else their graphs read.
+
+    Attributes:
+        graph: its only output, if there is a mask, is "mask".
+        tensor_slots, scalar_slots: what the mask reads, in the order of `graph`, as slots of the whole graph.
+    """
+
+    graph: Graph
+    tensor_slots: tuple[int, ...]
+    scalar_slots: tuple[int, ...]
+
+    @staticmethod
+    def of(whole: Graph) -> MaskAlone:
+        """The mask of a graph."""
+        if whole.mask is None:
+            return MaskAlone(Graph(()), (), ())
+        nodes = topological([whole.mask])
+        slots = {op: tuple(dict.fromkeys(n.attrs[0] for n in nodes if n.op == op)) for op in ("gather", "scalar")}
+
+        def renumber(node: Node) -> Node:
+            if node.op not in slots:
+                return node
+            return make(node.op, node.args, (slots[node.op].index(node.attrs[0]),), node.dtype, node.where)
+
+        mask = Rewriter(renumber)(whole.mask)
+        tensors = tuple(whole.tensors[slot] for slot in slots["gather"])
+        scalars = tuple(whole.scalars[slot] for slot in slots["scalar"])
+        return MaskAlone(Graph((("mask", mask),), tensors, scalars), slots["gather"], slots["scalar"])
+
+
+def compile_attention(
+    traced: Graph, shapes: Shapes, target: Target, backend: Backend, reason: str, options: Options, title: str
+) -> Artifact:
     """A traced graph through every stage. See the module for the order."""
     started = time.perf_counter()
     graph = passes.run(traced)  #                       graph → graph, verified after every pass
     lowered = backend.lower(graph)  #                   derivative factors; the backend's own domain
     plan = backend.plan(lowered, shapes, target, options)  # every choice, as plain data
-    key = _key(lowered, plan, target, backend)
-    source = backend.emit(lowered, plan, target, title)  # kernel source
-    source, path = _kept(key, source, plan, target, backend)
+    key = _key(lowered, plan, target, backend, title)
+    # kernel source: the cache's; the backend prints it if the cache has none
+    source, path = _kept(key, lambda: backend.emit(lowered, plan, target, title), plan, target, backend)
+    if settings.current().override is not None:
+        reason = f"{reason}; FLEXC_OVERRIDE replaces its source by {path}"
     artifact = Artifact(traced, graph, lowered, plan, source, backend, reason, target, key, path, time.perf_counter() - started)
     _dump(artifact)
     return artifact
@@ -120,15 +166,21 @@ def compile_for(
     Raises:
         InputError, UnsupportedError, TraceError: as for a call.
     """
+    if direction not in _KERNELS:
+        raise InputError(f"unknown direction {direction!r}: expected " + ", ".join(f'"{known}"' for known in _KERNELS))
     if backend == "auto" and not target.is_gpu:
         backend = "cpu"
     chosen, reason = backends.choose(backend, None)
     if chosen is backends.TRITON and not target.is_gpu:
         raise InputError(f'the triton backend compiles for a GPU: expected a target such as "sm_90a", got {target.arch!r}')
+    if chosen is backends.CPU and target.is_gpu:
+        raise InputError(f'the cpu backend compiles for the CPU: expected the target "cpu", got {target.arch!r}')
     trace, _ = frontend.trace(score_mod, mask_mod)
     artifact = compile_attention(trace.graph, shapes, target, chosen, reason, options or Options(), title_of(score_mod, mask_mod))
-    artifact_kernels = {"fwd": ("forward_kernel",), "bwd": ("row_sums_kernel", "dq_kernel", "dkv_kernel")}
-    return _Directed(**{f.name: getattr(artifact, f.name) for f in dataclasses.fields(artifact)}, kernels=artifact_kernels[direction])
+    return _Directed(**{f.name: getattr(artifact, f.name) for f in dataclasses.fields(artifact)}, kernels=_KERNELS[direction])
+
+
+_KERNELS = {"fwd": ("forward_kernel",), "bwd": ("row_sums_kernel", "dq_kernel", "dkv_kernel")}
 
 
 @dataclass(eq=False)
@@ -154,8 +206,8 @@ _lock = threading.RLock()
 
 def artifact_for(trace: Any, shapes: Shapes, target: Target, backend: Backend, reason: str, options: Options, title: str) -> Artifact:
     """The artifact for a trace, compiled at the first call with these shapes as far as they reach the code."""
-    lengths = (shapes.q_len, shapes.kv_len) if backend is backends.CPU else ()
-    key = (trace, backend.name, target.arch, shapes.dtype, shapes.head_dim, shapes.head_dim_v, shapes.group, shapes.bulk, lengths, options)
+    current = settings.current()
+    key = (trace, backend.name, reason, target, backend.reads(shapes), options, current.dump, current.override)
     found = _artifacts.get(key)
     if found is None:
         with _lock:
@@ -178,8 +230,9 @@ def clear_cache() -> None:
 # --- on disk ------------------------------------------------------------------------------------------------------------------------
 
 
-def _key(lowered: Graph, plan: Any, target: Target, backend: Backend) -> str:
+def _key(lowered: Graph, plan: Any, target: Target, backend: Backend, title: str) -> str:
     return key_of(
+        title=title,
         graph=str(lowered),
         lines=sorted({str(location) for location in lowered.lines.values()}),
         plan=dataclasses.asdict(plan),
@@ -203,7 +256,8 @@ def _version(package: str) -> str:
 def _generator_digest(backend: Backend) -> str:
     """Digest of the templates and of the code that fills them: a changed generator never meets an old text."""
     package = Path(__file__).parent
-    files = sorted([*(package / "codegen" / backend.name).glob("*.py"), *(package / "passes").glob("*.py"), *(package / "ir").glob("*.py")])
+    rooms = (package / "codegen" / backend.name, package / "codegen", package / "passes", package / "ir")
+    files = sorted(file for room in rooms for file in room.glob("*.py"))
     digest = hashlib.sha256()
     for name in backend.templates:
         digest.update(template_source(name).encode())
@@ -212,8 +266,8 @@ def _generator_digest(backend: Backend) -> str:
     return digest.hexdigest()
 
 
-def _kept(key: str, source: str, plan: Any, target: Target, backend: Backend) -> tuple[str, Path]:
-    """The text and the file to load it from: the cache's, or under FLEXC_OVERRIDE the user's."""
+def _kept(key: str, emit: Callable[[], str], plan: Any, target: Target, backend: Backend) -> tuple[str, Path]:
+    """The text and the file to load it from: the cache's, made by `emit` if it has none, or under FLEXC_OVERRIDE the user's."""
     current = settings.current()
     if current.override is not None:
         file = current.override / _OVERRIDDEN
@@ -224,7 +278,9 @@ def _kept(key: str, source: str, plan: Any, target: Target, backend: Backend) ->
     entry = store.get(key)
     if entry is None:
         with store.lock(key):
-            entry = store.get(key) or store.put(key, {"kernel.py": source}, {"plan": str(plan), "target": target.arch, "backend": backend.name})
+            entry = store.get(key) or store.put(
+                key, {"kernel.py": emit()}, {"plan": str(plan), "target": target.arch, "backend": backend.name}
+            )
     return entry.text("kernel.py"), entry.path("kernel.py")
 
 

@@ -1,9 +1,14 @@
 """What all tests share: tests marked `gpu` are skipped where there is none, and `backend` names each backend that can run here."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
+
+
+def pytest_addoption(parser):
+    parser.addoption("--update-golden", action="store_true", help="rewrite the texts in tests/golden instead of comparing with them")
 
 
 def pytest_configure(config):
@@ -27,6 +32,20 @@ def cache_of_its_own(tmp_path_factory):
         if "FLEXC_CACHE_DIR" not in os.environ:
             patch.setenv("FLEXC_CACHE_DIR", str(tmp_path_factory.mktemp("flexc-cache", numbered=True)))
         yield
+
+
+@pytest.fixture
+def golden(request):
+    """`golden(name, text)`: the text is what the file of this name in tests/golden says; --update-golden writes it there instead."""
+
+    def compare(name, text):
+        file = Path(__file__).parent / "golden" / name
+        if request.config.getoption("--update-golden"):
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+        assert text == (file.read_text(encoding="utf-8") if file.is_file() else ""), f"{name} differs; pytest --update-golden rewrites it"
+
+    return compare
 
 
 @pytest.fixture(params=["cpu", pytest.param("triton", marks=pytest.mark.gpu)])

@@ -4,7 +4,8 @@ Guarantees: for every position, `logit2 * outer` equals the score times log2(e),
 `raw * scale` (raw is the plain product q·k). `outer` is uniform and proved positive, so that a row maximum may be taken of `logit2`
 before the multiplication, and the multiplication joins the subtraction of the maximum in one FMA. Position differences that are only used
 as floats are formed in float32: exact below 2^24 tokens, and one FADD instead of an integer subtraction and a conversion.
-Leaves alone: the mask, which never sees a score.
+Leaves alone: the mask, which never sees a score; products of positions that a step function reads (see `ir.ops.feeding_steps`), which are
+rounded as the user wrote them. Those of the raw product are not exact to the last bit in any order.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from __future__ import annotations
 import math
 
 from flexc.ir import ops
-from flexc.ir.graph import FLOAT32, INT32, Graph, Node, Rewriter, const, const_value, input_node, substitute
+from flexc.ir.graph import FLOAT32, INT32, Graph, Node, Rewriter, const, const_value, input_node, inputs_of, substitute
+from flexc.ir.ops import feeding_steps
 from flexc.passes.dependence import DIAGONAL, ELEMENT, rate_of
 
 LOG2E = math.log2(math.e)
+_FLOAT32_MAX = (2.0 - 2.0**-23) * 2.0**127
 RAW = input_node("raw")  # q·k before the scale
 SCALE = input_node("scale")  # uniform, positive
 
@@ -26,13 +29,14 @@ def lower_to_base2(graph: Graph) -> Graph:
     The outputs "dscore", "gather:k" and "dgather:k" are expressed in `raw` and `scale`, too; they stay factors in natural units.
     """
     score = graph.score if graph.score is not None else input_node("score")
-    plain = input_node("score")
-    scaled = RAW * SCALE
-    outputs: dict[str, Node | None] = {}
-    for name, node in graph.outputs:
-        if name != "mask":
-            outputs[name] = Rewriter(_lowered)(substitute(node, {plain: scaled}))
-    lowered = Rewriter(_lowered)(substitute(score, {plain: scaled}))
+    scaled = {input_node("score"): RAW * SCALE}
+    roots = {name: substitute(node, scaled) for name, node in graph.outputs if name not in ("mask", "score")}
+    root = substitute(score, scaled)
+    stepped = [node for node in feeding_steps([root, *roots.values()]) if "raw" not in inputs_of(node)]
+    exact = Rewriter(_float_positions)
+    lower = Rewriter(_lowered, {node: exact(node) for node in stepped})
+    outputs: dict[str, Node | None] = {name: lower(node) for name, node in roots.items()}
+    lowered = lower(root)
     body, outer = _split_positive_factor(lowered)
     if outer is None:
         body, outer = _push(const(LOG2E), lowered), const(1.0)
@@ -139,18 +143,21 @@ def _fold(node: Node) -> Node:
     """Products of constants at the top of a product become one constant."""
     if node.op != "mul":
         return node
-    value, rest = 1.0, []
+    value, rest, constants = 1.0, [], []
     stack = [node]
     while stack:
         item = stack.pop()
         if item.op == "mul" and not _is_element(item):
             stack.extend(item.args)
         elif item.op == "const":
+            constants.append(item)
             value *= const_value(item)
         else:
             rest.append(item)
     if len(rest) == 1 and rest[0] is node:
         return node
+    if abs(value) > _FLOAT32_MAX and not any(math.isinf(const_value(c)) for c in constants):
+        value = math.copysign(_FLOAT32_MAX, value)  # the least float32, which stands for -inf in some masks, must not become it
     result: Node | None = None
     for item in sorted(rest, key=lambda n: n.op):
         result = item if result is None else result * item

@@ -17,6 +17,6 @@ so a second run is bitwise equal.
 """
 
 from flexc.codegen.cpu.emit import emit
-from flexc.codegen.cpu.plan import Plan, plan
+from flexc.codegen.cpu.plan import Plan, block_sizes, plan
 
-__all__ = ["Plan", "emit", "plan"]
+__all__ = ["Plan", "block_sizes", "emit", "plan"]

@@ -8,7 +8,7 @@ where the rows are kept in descending order (row r, column c of the tile at entr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -59,6 +59,13 @@ class Plan:
         """(block_q, block_kv), as `sparsity.classify` takes it."""
         return (self.block_q, self.block_kv)
 
+    def __str__(self) -> str:
+        return "\n".join(f"{field.name:23} {_text(getattr(self, field.name))}" for field in fields(self))
+
+
+def _text(value: object) -> str:
+    return " ".join(value) if isinstance(value, tuple) else str(value)
+
 
 def plan(
     graph: Graph,
@@ -81,7 +88,7 @@ def plan(
     rates = Rates(graph)
     diagonals = wants_diagonals(graph, rates)
     present = {rates.rate(node, diagonals) for node in graph.nodes() if node.op != "const"}
-    block_q, block_kv = _block(q_len, kv_len)
+    block_q, block_kv = block_sizes(q_len, kv_len)
     return Plan(
         block_q=block_q,
         block_kv=block_kv,
@@ -100,8 +107,11 @@ def plan(
     )
 
 
-def _block(q_len: int, kv_len: int) -> tuple[int, int]:
-    """Few different sizes, so that growing lengths do not mean new kernels; small problems in few blocks, where calls cost most."""
+def block_sizes(q_len: int, kv_len: int) -> tuple[int, int]:
+    """(block_q, block_kv): all that a plan takes from the lengths.
+
+    Few different sizes, so that growing lengths do not mean new kernels; small problems in few blocks, where calls cost most.
+    """
     return (64 if q_len <= 64 else 128, 64 if kv_len <= 64 else 128)
 
 

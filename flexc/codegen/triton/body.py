@@ -12,19 +12,24 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from flexc.codegen.triton.rows import TRITON_DTYPES, spell
-from flexc.ir.bounds import bounds
+from flexc.ir.bounds import anything, bounds
 from flexc.ir.graph import BOOL, FLOAT32, Graph, Node, const_value, topological
 from flexc.ir.interval import Interval
 from flexc.ir.ops import feeding_steps
 
 TILE, ROW, COLUMN, ELEMENT = "tile", "row", "column", "element"
 LEVELS = (TILE, ROW, COLUMN, ELEMENT)
-_LEVEL_OF_RATE = {"uniform": TILE, "head": TILE, "row": ROW, "column": COLUMN, "diagonal": ELEMENT, "element": ELEMENT}
 
 
-def captured(name: str) -> str:
-    """What a captured tensor or number is called in a kernel: no name of the templates begins with `u_`, so the user may call it anything."""
-    return f"u_{name}"
+def captured(graph: Graph, name: str) -> str:
+    """What a captured tensor or number is called in a kernel: no name of the templates begins so, and the user may call it anything.
+
+    Other names are made from a tensor's by `_` and an ending. A name that continues another one, such as `bias_2` beside `bias`, could be
+    one of those and is numbered.
+    """
+    names = [each.name for each in (*graph.tensors, *graph.scalars)]
+    number = names.index(name) if any(name.startswith(f"{other}_") for other in names) else ""
+    return f"u{number}_{name}"
 
 
 def rate_levels(graph: Graph) -> dict[Node, str]:
@@ -55,6 +60,20 @@ def position_bounds(graph: Graph, max_tokens: int) -> dict[Node, Interval]:
     inputs |= {"score": unknown, "raw": unknown, "scale": Interval.of(0.0, 1e30)}
     scalars = [Interval.everything(nan=s.dtype == FLOAT32) for s in graph.scalars]
     return bounds([node for _, node in graph.outputs], inputs, scalars, None)
+
+
+def has_weight_past_the_end(graph: Graph, max_tokens: int) -> bool:
+    """Whether the logit of a query past the end, whose raw product is 0, may be NaN or +inf: its weight is then not 0.
+
+    Captured values count as moderate: such a row reads what the last row reads, and a value that overflows spoils that one too.
+    """
+    position, moderate = Interval.of(0.0, float(max_tokens - 1)), Interval.of(-1e6, 1e6)
+    inputs = {name: position for name in ("q_idx", "kv_idx", "batch", "head")}
+    inputs |= {"raw": Interval.of(0.0, 0.0), "scale": Interval.of(0.0, 1e30)}
+    roots = [node for node in (graph.get("logit2"), graph.get("outer")) if node is not None]
+    scalars = [moderate if s.dtype == FLOAT32 else anything(s.dtype) for s in graph.scalars]
+    found = bounds(roots, inputs, scalars, lambda node, indices: moderate if node.dtype == FLOAT32 else anything(node.dtype))
+    return any(found[root].nan or bool((found[root].hi == math.inf).any()) for root in roots)
 
 
 @dataclass
@@ -124,7 +143,7 @@ class Body:
 
     def spread(self, name: str, source: str, level: str) -> str:
         """A value of level `source` as an operand at `level`."""
-        if source == level or source == TILE:
+        if source in (level, TILE):
             return name
         along_first = (source == ROW) != self.transposed
         return f"{name}[:, None]" if along_first else f"{name}[None, :]"
@@ -135,17 +154,14 @@ class Body:
         if node.op == "input":
             self.names[node] = node.attrs[0]
         elif node.op == "scalar":
-            self.names[node] = captured(self.graph.scalars[node.attrs[0]].name)
+            self.names[node] = captured(self.graph, self.graph.scalars[node.attrs[0]].name)
         elif node.op == "gather":
             self.names[node] = self._gather(node)
         else:
             level = self.levels[node]
             name = f"x{len(self.names)}"
             operands = [self.at(a, level) for a in node.args]
-            expression = f"{operands[0]}.to({TRITON_DTYPES[node.dtype]})" if node.op == "cast" else spell(node, operands, self)
-            if node.op == "cast" and node.dtype == BOOL:
-                expression = f"{operands[0]} != 0"
-            self._assign(level, name, expression, node)
+            self._assign(level, name, _cast(node, operands[0]) if node.op == "cast" else spell(node, operands, self), node)
             self.names[node] = name
 
     def _assign(self, level: str, name: str, expression: str, node: Node) -> None:
@@ -160,7 +176,7 @@ class Body:
 
     def _gather(self, node: Node) -> str:
         tensor = self.graph.tensors[node.attrs[0]]
-        given = captured(tensor.name)
+        given = captured(self.graph, tensor.name)
         name = f"{given}_{len(self.names)}"
         pointer, guard = self.address(node, f"{given}_ptr", f"{given}_stride", name)
         level = self.levels[node]
@@ -184,7 +200,7 @@ class Body:
         for axis, index in enumerate(node.args):
             where = self.levels[index]
             text = self.at(index, where)
-            size = f"{captured(tensor.name)}_size{axis}"
+            size = f"{captured(self.graph, tensor.name)}_size{axis}"
             if not self.is_non_negative(index):
                 wrapped = f"{name}_i{axis}"
                 self.lines[where].append(f"{wrapped} = tl.where({text} < 0, {text} + {size}, {text})")
@@ -207,9 +223,17 @@ class Body:
         return self.spread(name, source, level)
 
 
+def _cast(node: Node, operand: str) -> str:
+    if node.dtype == BOOL:
+        return f"{operand} != 0"
+    dtype = TRITON_DTYPES[node.dtype]
+    return f"tl.cast({operand}, {dtype})" if node.args[0].op == "const" else f"{operand}.to({dtype})"
+
+
 def _wide(text: str, index: Node) -> str:
-    if index.op == "const":
-        return text
+    """An index in 64 bits, so that its product with a stride is."""
+    if index.op == "const" and not text.isidentifier():
+        return text if const_value(index) in (0, 1) else f"tl.cast({text}, tl.int64)"
     return f"{text}.to(tl.int64)" if text.isidentifier() else f"({text}).to(tl.int64)"
 
 

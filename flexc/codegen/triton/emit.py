@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from flexc.codegen.templates import render
-from flexc.codegen.triton.body import COLUMN, ELEMENT, ROW, TILE, Body, captured, position_bounds
+from flexc.codegen.triton.body import COLUMN, ELEMENT, ROW, TILE, Body, captured, has_weight_past_the_end, position_bounds
 from flexc.codegen.triton.plan import MAX_TOKENS, Plan
 from flexc.ir.graph import Graph, Node, inputs_of, is_const
 from flexc.target import Target
@@ -16,6 +16,17 @@ HELPERS = {
 def tanh_approx(x):
     """tanh by the special-function unit: relative error 2^-11."""
     return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x.to(tl.float32)], dtype=tl.float32, is_pure=True, pack=1)''',
+    "floor_quotient": '''@triton.jit
+def floor_quotient(x, y):
+    """floor(x / y): the rounded quotient may be an integer that x / y does not reach, which the sign of the rest tells."""
+    whole = tl.floor(tl.div_rn(x, y))
+    rest = tl.fma(-whole, y, x)
+    return tl.where((rest != 0) & ((rest < 0) ^ (y < 0)), whole - 1.0, whole)''',
+    "floor_rest": '''@triton.jit
+def floor_rest(x, y):
+    """x - floor(x / y) * y, of the sign of y."""
+    rest = tl.fma(-tl.floor(tl.div_rn(x, y)), y, x)
+    return tl.where((rest != 0) & ((rest < 0) ^ (y < 0)), rest + y, rest)''',
     "round_even": '''@triton.jit
 def round_even(x):
     """To the nearest integer, halves to the even one."""
@@ -69,6 +80,7 @@ class Kernel:
         columns: keys of its tile.
         logit, times_outer, mask: the score in base 2 is logit * outer; mask ends in " & ".
         reads_rows, reads_columns, …: which positions the statements name.
+        guard_rows: the weight of a query past the end must be set to 0, where it would reach a sum.
         times_dscore, guard_dscore: factor of the raw score's gradient.
         terms: gradients of captured tensors; gradient_arguments, gradient_slots: their buffers.
         also: what the docstring says of them.
@@ -89,6 +101,7 @@ class Kernel:
     reads_columns: bool = False
     mask_reads_rows: bool = False
     mask_reads_columns: bool = False
+    guard_rows: bool = False
     times_dscore: str = ""
     guard_dscore: bool = False
     terms: list[Term] = field(default_factory=list)
@@ -119,7 +132,6 @@ def emit(graph: Graph, plan: Plan, target: Target, *, title: str = "") -> str:
         "triton/host.py.j2",
         plan=plan,
         captured=[(t.name, t.rank, t.needs_grad) for t in graph.tensors],
-        scalars=[s.name for s in graph.scalars],
         dq_gradients=kernels["dq"].gradient_slots,
         dkv_gradients=kernels["dkv"].gradient_slots,
         l2_bytes=target.l2_bytes,
@@ -144,19 +156,19 @@ def _header(graph: Graph, plan: Plan, title: str) -> str:
     lines += [f"    {line}" for line in where]
     lines += [""] if where else []
     lines += [f"{line}" for line in str(plan).splitlines()]
-    return "\n".join(lines).replace("\\", "\\\\").replace('"""', "'''") + "\n"
+    return "\n".join(lines).replace('"""', "'''") + "\n"
 
 
 def _captured_arguments(graph: Graph) -> tuple[list[str], list[str]]:
     lines, fixed = [], []
     for tensor in graph.tensors:
-        name = captured(tensor.name)
+        name = captured(graph, tensor.name)
         sizes = [f"{name}_size{i}" for i in range(tensor.rank)]
         strides = [f"{name}_stride{i}" for i in range(tensor.rank)]
         lines.append(", ".join([f"{name}_ptr", *sizes, *strides]) + ",")
         fixed += sizes
     if graph.scalars:
-        names = [captured(s.name) for s in graph.scalars]
+        names = [captured(graph, s.name) for s in graph.scalars]
         lines.append(", ".join(names) + ",")
         fixed += names
     return lines, fixed
@@ -184,6 +196,7 @@ def _kernel(graph: Graph, plan: Plan, known: dict, kind: str, used: set[str]) ->
             kernel.times_dscore = f" * {body.at(dscore, ELEMENT)}"
             kernel.guard_dscore = not _is_finite(body, dscore)
         roots += _gradients(graph, body, kernel, kind)
+        kernel.guard_rows = (kind == "dkv" or bool(kernel.terms)) and has_weight_past_the_end(graph, MAX_TOKENS)
     lines = body.take()
     kernel.tile, kernel.row, kernel.column, kernel.element = (lines[level] for level in (TILE, ROW, COLUMN, ELEMENT))
     read = frozenset[str]().union(*(inputs_of(r) for r in roots))
@@ -226,7 +239,7 @@ def _gradients(graph: Graph, body: Body, kernel: Kernel, kind: str) -> list[Node
                 body.add(index)
             body.add(factor)
             roots += [*gather.args, factor]
-            given = captured(tensor.name)
+            given = captured(graph, tensor.name)
             name = f"{given}_grad{k}"
             pointer, inside = body.address(gather, f"{given}_grad_ptr", f"{given}_grad_stride", name)
             times = "" if is_const(factor, 1.0) else f" * {body.at(factor, ELEMENT)}"
@@ -266,13 +279,13 @@ def _output(graph: Graph, name: str) -> Node:
 
 
 def _tidy(text: str) -> str:
-    """Blank lines only where a reader wants them: two between functions, at most one elsewhere, none after an opening line."""
+    """Blank lines only where a reader wants them: two between functions, at most one elsewhere, none among arguments."""
     lines = [line.rstrip() for line in text.splitlines()]
     result: list[str] = []
     for line in lines:
-        if not line and (not result or not result[-1] or result[-1].endswith((":", "("))):
+        if not line and (not result or not result[-1] or result[-1].endswith((":", "(", ","))):
             continue
-        if line.startswith(("@triton.jit", "def ")) and result and not result[-1].startswith("@"):
+        if line.startswith(("@triton.jit", "def ", "LAUNCH = ")) and result and not result[-1].startswith("@"):
             while result and not result[-1]:
                 result.pop()
             result += ["", ""]
@@ -280,4 +293,3 @@ def _tidy(text: str) -> str:
             result.pop()
         result.append(line)
     return re.sub(r"\n+$", "", "\n".join(result)) + "\n"
-

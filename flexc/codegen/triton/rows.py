@@ -24,7 +24,7 @@ class Facts(Protocol):
         ...
 
     def must_be_exact(self, node: Node) -> bool:
-        """Whether a step function (floor, a comparison, a cast to integer) reads the node."""
+        """Whether a step function (floor, a comparison, a cast to integer) reads the node, so that a last bit could decide."""
         ...
 
     def is_non_negative(self, node: Node) -> bool:
@@ -48,7 +48,7 @@ def _truediv(x: Sequence[str], node: Node, facts: Facts) -> str:
 
 def _floordiv(x: Sequence[str], node: Node, facts: Facts) -> str:
     if node.dtype == FLOAT32:
-        return f"tl.floor({x[0]} / {x[1]})"
+        return f"{facts.need('floor_quotient')}({x[0]}, {x[1]})"
     if _both_non_negative(node, facts):
         return f"{x[0]} // {x[1]}"
     return f"({x[0]} // {x[1]}) - tl.where((({x[0]} % {x[1]}) != 0) & (({x[0]} < 0) ^ ({x[1]} < 0)), 1, 0)"
@@ -56,7 +56,7 @@ def _floordiv(x: Sequence[str], node: Node, facts: Facts) -> str:
 
 def _floormod(x: Sequence[str], node: Node, facts: Facts) -> str:
     if node.dtype == FLOAT32:
-        return f"{x[0]} - tl.floor({x[0]} / {x[1]}) * {x[1]}"
+        return f"{facts.need('floor_rest')}({x[0]}, {x[1]})"
     if _both_non_negative(node, facts):
         return f"{x[0]} % {x[1]}"
     return f"({x[0]} % {x[1]}) + tl.where((({x[0]} % {x[1]}) != 0) & (({x[0]} < 0) ^ ({x[1]} < 0)), {x[1]}, 0)"
@@ -64,15 +64,9 @@ def _floormod(x: Sequence[str], node: Node, facts: Facts) -> str:
 
 def _tanh(x: Sequence[str], node: Node, facts: Facts) -> str:
     """tanh.approx.f32: relative error 2^-11, below what rounding scores to bf16 costs eager PyTorch."""
-    if facts.approximate:
+    if facts.approximate and not facts.must_be_exact(node):
         return f"{facts.need('tanh_approx')}({x[0]})"
     return f"{facts.need('tanh_exact')}({x[0]})" if facts.interpreted else f"{facts.need('libdevice')}.tanh({x[0]})"
-
-
-def _sigmoid(x: Sequence[str], node: Node, facts: Facts) -> str:
-    if facts.approximate:
-        return f"0.5 + 0.5 * {facts.need('tanh_approx')}(0.5 * {x[0]})"
-    return f"1.0 / (1.0 + tl.exp(-{x[0]}))"
 
 
 def _helper(name: str) -> Row:
@@ -123,7 +117,7 @@ TRITON_ROWS: dict[str, Row] = {
     "sqrt": "tl.sqrt_rn({0})",
     "rsqrt": "tl.rsqrt({0})",
     "tanh": _tanh,
-    "sigmoid": _sigmoid,
+    "sigmoid": "1.0 / (1.0 + tl.exp(-{0}))",  # small values keep their digits, for a logarithm; (1 + tanh.approx(x / 2)) / 2 loses them
     "erf": "tl.erf({0})",
     "sin": "tl.sin({0})",
     "cos": "tl.cos({0})",
@@ -133,7 +127,6 @@ TRITON_ROWS: dict[str, Row] = {
     "trunc": _helper("truncate"),
     "pow": _libdevice("pow", "tl.exp2({1} * tl.log2({0}))"),
 }
-
 
 
 def spell(node: Node, operands: Sequence[str], facts: Facts) -> str:

@@ -37,9 +37,9 @@ _FIXED = {
 
 def signature(names: Sequence[str], graph: Graph, plan: Plan) -> dict[str, str]:
     """Triton's type of each argument of a generated kernel, by name. Pointers and descriptors are taken as 16-byte aligned."""
-    given = {f"{captured(t.name)}_ptr": _POINTERS[t.dtype] for t in graph.tensors}
-    given |= {f"{captured(t.name)}_grad_ptr": "*fp32" for t in graph.tensors}
-    given |= {captured(s.name): "fp32" if s.dtype == FLOAT32 else "i64" if s.dtype == INT64 else "i32" for s in graph.scalars}
+    given = {f"{captured(graph, t.name)}_ptr": _POINTERS[t.dtype] for t in graph.tensors}
+    given |= {f"{captured(graph, t.name)}_grad_ptr": "*fp32" for t in graph.tensors}
+    given |= {captured(graph, s.name): "fp32" if s.dtype == FLOAT32 else "i64" if s.dtype == INT64 else "i32" for s in graph.scalars}
     own = _POINTERS[plan.dtype]
     types: dict[str, str] = {}
     for name in names:
