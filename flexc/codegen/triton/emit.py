@@ -156,7 +156,7 @@ def _header(graph: Graph, plan: Plan, title: str) -> str:
     lines += [f"    {line}" for line in where]
     lines += [""] if where else []
     lines += [f"{line}" for line in str(plan).splitlines()]
-    return "\n".join(lines).replace('"""', "'''") + "\n"
+    return "\n".join(lines).replace("\\", "\\\\").replace('"""', "'''") + "\n"
 
 
 def _captured_arguments(graph: Graph) -> tuple[list[str], list[str]]:
