@@ -93,8 +93,7 @@ class MapCache:
             if found is not None and found.holds_for(read, versions):
                 self._kept.move_to_end(key)
                 return found.blocks
-        # Not in inference mode: the map outlives this call, and a later one may be differentiated.
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.no_grad():
             blocks = sparsity.classify(
                 alone.graph,
                 shapes.q_len,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -135,10 +136,11 @@ def compile_attention(
 ) -> Artifact:
     """A traced graph through every stage. See the module for the order."""
     started = time.perf_counter()
+    _claim_lines(traced)
     graph = passes.run(traced)  #                       graph → graph, verified after every pass
     lowered = backend.lower(graph)  #                   derivative factors; the backend's own domain
     plan = backend.plan(lowered, shapes, target, options)  # every choice, as plain data
-    key = _key(lowered, plan, target, backend, title)
+    key = _key(traced, lowered, plan, target, backend, title)
     # kernel source: the cache's; the backend prints it if the cache has none
     source, path = _kept(key, lambda: backend.emit(lowered, plan, target, title), plan, target, backend)
     if settings.current().override is not None:
@@ -146,6 +148,12 @@ def compile_attention(
     artifact = Artifact(traced, graph, lowered, plan, source, backend, reason, target, key, path, time.perf_counter() - started)
     _dump(artifact)
     return artifact
+
+
+def _claim_lines(traced: Graph) -> None:
+    """Passes hand on the lines that nodes hold, and a function traced since may have given its own to nodes that both have."""
+    for node, line in traced.lines.items():
+        make(node.op, node.args, node.attrs, node.dtype, line)
 
 
 def compile_for(
@@ -230,11 +238,11 @@ def clear_cache() -> None:
 # --- on disk ------------------------------------------------------------------------------------------------------------------------
 
 
-def _key(lowered: Graph, plan: Any, target: Target, backend: Backend, title: str) -> str:
+def _key(traced: Graph, lowered: Graph, plan: Any, target: Target, backend: Backend, title: str) -> str:
     return key_of(
         title=title,
-        graph=str(lowered),
-        lines=sorted({str(location) for location in lowered.lines.values()}),
+        graph=re.sub(" *  # .*", "", str(lowered)),
+        lines=sorted({str(location) for location in traced.lines.values()}),
         plan=dataclasses.asdict(plan),
         target=dataclasses.asdict(target),
         backend=backend.name,

@@ -162,29 +162,57 @@ def wants(what):
 
 
 BAD_KERNELS = {
-    "score as mask": (lambda: flexc.attention(None, soft), InputError, "mask_mod takes 5 .* expected 4: .*looks like a score function: pass it as score_mod"),
-    "mask as score": (lambda: flexc.attention(causal), InputError, "score_mod takes 4 .* expected 5: .*looks like a mask: pass it as mask_mod"),
+    "score as mask": (
+        lambda: flexc.attention(None, soft),
+        InputError,
+        "mask_mod takes 5 .* expected 4: .*looks like a score function: pass it as score_mod",
+    ),
+    "mask as score": (
+        lambda: flexc.attention(causal),
+        InputError,
+        "score_mod takes 4 .* expected 5: .*looks like a mask: pass it as mask_mod",
+    ),
     "Mask as score": (lambda: flexc.attention(flexc.masks.causal), InputError, "score_mod takes 4 .*looks like a mask"),
     "swapped": (lambda: flexc.attention(causal, soft), InputError, "score_mod takes 4 positional arguments"),
     "three arguments": (lambda: flexc.kernel(lambda a, b, c: a), InputError, "takes 3 positional arguments: expected 5 .* or 4"),
-    "six arguments": (lambda: flexc.attention(lambda a, b, c, d, e, f: a), InputError, "score_mod takes 6 positional arguments, expected 5"),
+    "six arguments": (
+        lambda: flexc.attention(lambda a, b, c, d, e, f: a),
+        InputError,
+        "score_mod takes 6 positional arguments, expected 5",
+    ),
     "any number": (lambda: flexc.attention(lambda *a: a), TraceError, "takes any number of arguments"),
     "a number": (lambda: flexc.attention(3), InputError, wants("score_mod is a int")),
     "a mask tensor": (lambda: flexc.attention(None, torch.ones(3, 3)), InputError, wants("mask_mod is a Tensor")),
     "kernel of a number": (lambda: flexc.kernel(3), TraceError, "int 3 is not a function"),
     "kernel of None": (lambda: flexc.kernel(None), TraceError, "None is not a function"),
     "a builtin": (lambda: flexc.kernel(max), TraceError, "max is not written in Python"),
-    "kernel of a mask as score": (lambda: flexc.attention(flexc.kernel(causal)), InputError, "kernel of the mask function causal: pass it as mask_mod"),
-    "kernel of a score as mask": (lambda: flexc.attention(None, flexc.kernel(soft)), InputError, "the score function soft: pass it as score_mod"),
-    "kernel of two functions": (lambda: flexc.attention(KERNEL), InputError, "kernel of two functions, soft with mask causal; .*pass its .score_mod and"),
+    "kernel of a mask as score": (
+        lambda: flexc.attention(flexc.kernel(causal)),
+        InputError,
+        "kernel of the mask function causal: pass it as mask_mod",
+    ),
+    "kernel of a score as mask": (
+        lambda: flexc.attention(None, flexc.kernel(soft)),
+        InputError,
+        "the score function soft: pass it as score_mod",
+    ),
+    "kernel of two functions": (
+        lambda: flexc.attention(KERNEL),
+        InputError,
+        "kernel of two functions, soft with mask causal; .*pass its .score_mod and",
+    ),
     "kernel of none": (lambda: flexc.attention(None, flexc.attention()), InputError, "mask_mod is a flexc kernel without functions"),
     "unknown backend": (lambda: flexc.attention(backend="cuda"), InputError, 'unknown backend \'cuda\': expected "auto", "triton", "cpu"'),
     "backend None": (lambda: flexc.attention(backend=None), InputError, "unknown backend None"),
-    "unknown precision": (lambda: flexc.attention(precision="high"), InputError, "unknown precision 'high': expected \"fast\", \"exact\", \"tf32\""),
+    "unknown precision": (
+        lambda: flexc.attention(precision="high"),
+        InputError,
+        'unknown precision \'high\': expected "fast", "exact", "tf32"',
+    ),
     "precision None": (lambda: flexc.attention(precision=None), InputError, "unknown precision None"),
     "autotune": (lambda: flexc.attention(autotune="yes"), InputError, "autotune is a str; expected True or False"),
     "deterministic": (lambda: flexc.attention(deterministic="no"), InputError, "deterministic is a str; expected True or False"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD_KERNELS)
@@ -242,6 +270,12 @@ def test_table_for_another_batch_or_head_count(case):
             kernel(Q, K, V)
     with pytest.raises(ShapeError, match=message):
         kernel.explain(Q, K, V)
+
+
+def test_nothing_is_compiled_for_a_table_of_the_wrong_size(monkeypatch):
+    monkeypatch.setattr(pipeline, "compile_attention", lambda *_: pytest.fail("compiled"))
+    with pytest.raises(ShapeError, match="FIVE has 5 entries"):
+        flexc.attention(lambda s, b, h, i, j: torch.sin(s) * FIVE[h])(Q, K, V)
 
 
 def test_table_for_other_heads_is_refused_after_calls_that_fit():

@@ -1,4 +1,4 @@
-"""What compiles anew and what does not: numbers that change, lengths that grow, functions made again each step, other processes, threads."""
+"""What compiles anew and what does not: changing numbers, growing lengths, functions made again each step, other processes, threads."""
 
 import functools
 import os
@@ -330,6 +330,27 @@ def test_title_is_part_of_the_key():
     compile_for = functools.partial(pipeline.compile_for, mask_mod=None, shapes=shapes, target=flexc.Target.parse("sm_90"))
     first, second = compile_for(make("doubled")), compile_for(make("twice"))
     assert first.key != second.key and "doubled" in first.source and "twice" in second.source
+
+
+def test_key_and_source_do_not_depend_on_what_was_traced_before():
+    """Nodes are shared by all functions of a process, and hold the line that made them last: another process would compile anew."""
+
+    def mine(s, batch, head, q_idx, kv_idx):
+        return torch.tanh(s * 3.0) + 1.0
+
+    shapes = backends.Shapes(1, 2, 2, 128, 128, 64, 64, torch.float32)
+    for target in ("cpu", "sm_90"):
+        pipeline.clear_cache()
+        compile_for = functools.partial(pipeline.compile_for, mask_mod=None, shapes=shapes, target=flexc.Target.parse(target))
+        first = compile_for(mine)
+        other = compile_for(lambda s, b, h, i, j: torch.tanh(s * 3.0) + 1.0)
+        compile_for(lambda s, b, h, i, j: 3.0 * (1.0 - torch.tanh(s * 3.0) * torch.tanh(s * 3.0)))  # the derivative of mine
+        emitted = first.backend.emit(first.lowered, first.plan, first.target, "mine")
+        second = compile_for(mine)
+        assert first.key == second.key != other.key
+        assert second.backend.emit(second.lowered, second.plan, second.target, "mine") == emitted
+        assert "return torch.tanh(s * 3.0) + 1.0" in str(second.graph)
+        assert "lambda" not in str(second.lowered) and "lambda" not in emitted
 
 
 def test_every_choice_is_part_of_the_key():

@@ -238,7 +238,10 @@ class Graph:
     lines: Mapping[Node, Location] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        lines = {node: line for node in self.nodes() if (line := self.lines.get(node, node.where)) is not None}
+        # A pass gives its nodes the lines of those they replace. What they carry of other functions, which share them, is not theirs.
+        own = set(self.lines.values())
+        lines = {node: self.lines.get(node, node.where) for node in self.nodes()}
+        lines = {node: line for node, line in lines.items() if line is not None and (not own or line in own)}
         object.__setattr__(self, "lines", lines)
 
     def get(self, name: str) -> Node | None:
