@@ -1,37 +1,16 @@
-"""Every choice of the Triton backend as plain data: tile shapes from a shared-memory and register model of the target, loads, forms.
-
-The model (Triton 3.6, checked against compiled kernels): a kernel keeps its own rows in shared memory once and the rows it streams
-`stages` times; accumulators and score tiles live in registers, spread over 32 · warps threads.
-"""
+"""Every choice of the Triton backend as plain data: tiles, loads, walk, and the forms of operations."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from flexc.codegen.triton.tiles import ELEMENT_BYTES, Tile, candidates, chunked, is_asynchronous
 from flexc.errors import UnsupportedError
 from flexc.ir.graph import Graph
 from flexc.target import Target
 
 MAX_HEAD_DIM = 512
 MAX_TOKENS = 2**24  # positions are exact in float32 below it
-
-ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
-_REGISTERS_PER_THREAD = 255
-_ADDRESS_REGISTERS = 40
-
-
-@dataclass(frozen=True)
-class Tile:
-    """One kernel's tile: `rows` query tokens by `columns` key tokens, warps of its block, stages of its loop."""
-
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-
-    def __str__(self) -> str:
-        return f"{self.rows}x{self.columns}, {self.warps} warps, {self.stages} stages"
 
 
 @dataclass(frozen=True)
@@ -74,122 +53,6 @@ class Plan:
         return "\n".join(f"{f.name:16} {getattr(self, f.name)}" for f in fields(self))
 
 
-def chunked(head_dim: int) -> tuple[int, ...]:
-    """Power-of-two widths, at least 16, largest first, that cover head_dim with the least padding: 96 → (64, 32), 80 → (64, 16).
-
-    At most three pieces: each one is a matrix product of its own.
-    """
-    widths: list[int] = []
-    left = head_dim
-    while left > 0:
-        width = 1 << (left.bit_length() - 1)
-        if len(widths) == 2 or width < 16:
-            width = max(16, 1 << (left - 1).bit_length())
-        widths.append(width)
-        left -= width
-    # 31 → (16, 16) costs as much as one product of 32.
-    if len(widths) > 1 and sum(widths) == 1 << (head_dim - 1).bit_length():
-        return (sum(widths),)
-    return tuple(widths)
-
-
-def _registers(products: Iterable[tuple[int, int]], warps: int) -> int:
-    """Registers a thread needs for float32 tiles of these shapes."""
-    return _ADDRESS_REGISTERS + sum(rows * columns for rows, columns in products) // (32 * warps)
-
-
-def smem_bytes(kind: str, tile: Tile, width: int, width_v: int, element: int) -> int:
-    """Shared memory of a kernel ("forward", "dq" or "dkv") with this tile; `width` and `width_v` are the padded D and Dv."""
-    if kind == "forward":
-        own = tile.rows * width
-        streamed = tile.columns * (width + width_v)
-    elif kind == "dq":
-        own = tile.rows * (width + width_v)
-        streamed = tile.columns * (width + width_v)
-    else:
-        own = tile.columns * (width + width_v)
-        streamed = tile.rows * (width + width_v)
-    score = tile.rows * tile.columns if kind != "forward" else 0
-    return (own + tile.stages * streamed + score) * element + 1024
-
-
-def registers(kind: str, tile: Tile, width: int, width_v: int) -> int:
-    """Registers a thread of a kernel needs, by the model."""
-    score = (tile.rows, tile.columns)
-    if kind == "forward":
-        return _registers([score, (tile.rows, width_v)], tile.warps)
-    if kind == "dq":
-        return _registers([score, score, (tile.rows, width)], tile.warps)
-    return _registers([score, score, (tile.columns, width), (tile.columns, width_v)], tile.warps)
-
-
-# Tiles in order of preference, (rows, columns, warps, stages). Two blocks of four warps to an SM overlap one's softmax with the other's
-# products better than one block of eight (benchmarks/results, H200); large head dims leave room for one block only.
-_PREFERRED: dict[str, Sequence[tuple[int, int, int, int]]] = {
-    "forward": [
-        (64, 64, 4, 3),
-        (128, 64, 8, 3),
-        (128, 128, 8, 2),
-        (128, 64, 4, 2),
-        (128, 64, 8, 2),
-        (64, 64, 8, 2),
-        (64, 64, 4, 2),
-        (64, 32, 4, 2),
-        (64, 32, 8, 2),
-        (64, 32, 8, 1),
-        (32, 32, 4, 1),
-        (16, 32, 4, 1),
-        (16, 16, 4, 1),
-    ],
-    "dq": [
-        (64, 64, 4, 2),
-        (128, 64, 8, 3),
-        (128, 64, 8, 2),
-        (64, 64, 8, 2),
-        (64, 32, 4, 3),
-        (64, 32, 4, 2),
-        (64, 32, 8, 2),
-        (64, 32, 8, 1),
-        (32, 32, 4, 1),
-        (16, 32, 4, 1),
-        (16, 16, 4, 1),
-    ],
-    "dkv": [
-        (64, 64, 4, 2),
-        (64, 128, 8, 2),
-        (32, 64, 4, 3),
-        (64, 64, 8, 2),
-        (32, 64, 8, 2),
-        (32, 64, 8, 1),
-        (32, 32, 4, 1),
-        (32, 32, 8, 1),
-        (16, 32, 8, 1),
-        (16, 16, 8, 1),
-        (16, 16, 4, 1),
-    ],
-}
-_FLOAT32_LIMIT = 32  # true float32 products run on FMA units: larger ones compile for minutes and spill
-
-
-def candidates(kind: str, target: Target, dtype: str, head_dim: int, head_dim_v: int) -> list[Tile]:
-    """Tiles that fit the target, best guess first."""
-    width, width_v = sum(chunked(head_dim)), sum(chunked(head_dim_v))
-    element = ELEMENT_BYTES[dtype]
-    found = []
-    for numbers in _PREFERRED[kind]:
-        tile = Tile(*numbers)
-        if dtype == "float32" and max(tile.rows, tile.columns) > _FLOAT32_LIMIT:
-            continue
-        if tile.warps == 4 and tile.rows >= 64 and max(width, width_v) > 128:
-            continue  # one warpgroup's registers hold a 64 x 128 accumulator with room to spare, not a wider one
-        if smem_bytes(kind, tile, width, width_v, element) > target.smem_bytes:
-            continue
-        if registers(kind, tile, width, width_v) > _REGISTERS_PER_THREAD:
-            continue
-        found.append(tile)
-    return found
-
-
 def make_plan(
     graph: Graph,
     target: Target,
@@ -224,7 +87,7 @@ def make_plan(
     chosen: dict[str, Tile] = dict(tiles or {})
     for kind in ("forward", "dq", "dkv"):
         if kind not in chosen:
-            fitting = candidates(kind, target, dtype, head_dim, head_dim_v)
+            fitting = candidates(kind, target, dtype, head_dim, head_dim_v, precision)
             if not fitting:
                 raise UnsupportedError(
                     f"head dimensions ({head_dim}, {head_dim_v}) in {dtype} on the triton backend for {target.arch}: "
@@ -245,7 +108,7 @@ def make_plan(
         dq=chosen["dq"],
         dkv=chosen["dkv"],
         walk="dense" if graph.mask is None else "runs",
-        tma=tma and target.capability >= 90 and not interpreted,
+        tma=tma and not interpreted and all(is_asynchronous(kind, tile, target, dtype) for kind, tile in chosen.items()),
         approximate=precision != "exact" and dtype == "bfloat16" and not interpreted,
         input_precision="tf32" if precision == "tf32" else "ieee",
         interpreted=interpreted,
