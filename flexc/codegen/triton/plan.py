@@ -26,7 +26,7 @@ class Plan:
         forward, dq, dkv: tiles of the three main kernels.
         walk: "runs" of a block map, or "dense" where every block is visited and only a ragged end is masked.
         tma: tensor descriptors (bulk copies by hardware) in place of pointers.
-        approximate: hardware approximations for tanh and sigmoid.
+        approximate: the hardware approximation of tanh.
         input_precision: of matrix products on float32: "ieee" or "tf32".
         interpreted: for TRITON_INTERPRET=1, where libdevice and inline assembly are missing.
     """
