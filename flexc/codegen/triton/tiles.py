@@ -97,7 +97,7 @@ _MMA_SYNC: dict[str, _Table] = {
         (32, 32, 8, 2): (256, 384, 0),
         (32, 32, 4, 2): (128, 320, 0),
         (16, 32, 8, 2): (512, 384, 112),
-        (16, 16, 4, 2): (512, 512, 512),
+        (16, 16, 8, 2): (512, 512, 512),
     },
 }
 
@@ -135,7 +135,7 @@ _HOPPER: dict[str, _Table] = {
         (32, 64, 4, 2): (128, 160, 112),
         (16, 64, 8, 2): (256, 320, 224),
         (16, 32, 8, 2): (512, 384, 0),
-        (16, 16, 4, 2): (512, 512, 512),
+        (16, 16, 8, 2): (512, 512, 512),
     },
 }
 
@@ -173,7 +173,7 @@ _BLACKWELL: dict[str, _Table] = {
         (16, 64, 8, 2): (256, 192, 112),
         (16, 64, 8, 1): (256, 192, 224),
         (16, 32, 8, 2): (512, 384, 0),
-        (16, 16, 4, 2): (512, 512, 512),
+        (16, 16, 8, 2): (512, 512, 512),
     },
 }
 
@@ -213,30 +213,49 @@ def is_asynchronous(kind: str, tile: Tile, target: Target, dtype: str) -> bool:
 def smem_bytes(kind: str, tile: Tile, target: Target, dtype: str, head_dim: int, head_dim_v: int, precision: str = "fast") -> int:
     """Shared memory of a kernel ("forward", "dq" or "dkv") with this tile: what Triton 3.6 allocates, or somewhat more."""
     chunks, chunks_v = chunked(head_dim), chunked(head_dim_v)
-    width, both = sum(chunks), sum(chunks) + sum(chunks_v)
-    kept = tile.kept(kind) * (width if kind == "forward" else both)
+    both = sum(chunks) + sum(chunks_v)
+    kept = tile.kept(kind) * (sum(chunks) if kind == "forward" else both)
     streamed = tile.streamed(kind) * both
-    statistics = 8 * tile.rows * tile.stages if kind == "dkv" else 0  # lse and row sum of each query
     if is_asynchronous(kind, tile, target, dtype):
-        pieces = max(len(chunks), len(chunks_v))
-        if target.capability < 100:
-            copies = 0
-        elif kind == "forward":  # groups of warps exchange parts of a tile
-            copies = KIB * tile.warps if tile.warps > 4 else 0
-        elif kind == "dq":  # keys are kept a second time for the product that reads them along the other axis
-            copies = tile.columns * width if pieces == 1 else (pieces - 1) * streamed
-        else:
-            copies = pieces * streamed
-        return (kept + tile.stages * streamed + copies) * ELEMENT_BYTES[dtype] + statistics + KIB
-    # Weights change from the layout of one product to that of the next through shared memory, but not where both divide the warps alike.
-    # Rows that are not multiples of 16 bytes are not pipelined: then weights always do, and keys and values of a forward round take turns.
+        copies = _copies_on_blackwell(kind, tile, chunks, chunks_v) if target.capability >= 100 else 0
+        elements, barriers = kept + tile.stages * streamed + copies, KIB
+    else:
+        pipelined, in_turn = _elements_for_registers(kind, tile, chunks, chunks_v, dtype, precision)
+        elements, barriers = kept + max((tile.stages - 1) * streamed + pipelined if tile.stages > 1 else 0, in_turn), 256
+    statistics = 8 * tile.rows * tile.stages if kind == "dkv" else 0  # lse and row sum of each query
+    return elements * ELEMENT_BYTES[dtype] + statistics + barriers
+
+
+def _copies_on_blackwell(kind: str, tile: Tile, chunks: tuple[int, ...], chunks_v: tuple[int, ...]) -> int:
+    """Elements besides what is kept and streamed."""
+    both, pieces = sum(chunks) + sum(chunks_v), max(len(chunks), len(chunks_v))
+    if kind == "forward":  # groups of warps exchange parts of a tile
+        return KIB * tile.warps if tile.warps > 4 else 0
+    if kind == "dq":  # keys a second time, for the product that reads them along the other axis
+        return tile.columns * (sum(chunks) if pieces == 1 else (pieces - 1) * both)
+    return tile.rows * pieces * both  # likewise queries and output gradients
+
+
+def _elements_for_registers(
+    kind: str, tile: Tile, chunks: tuple[int, ...], chunks_v: tuple[int, ...], dtype: str, precision: str
+) -> tuple[int, int]:
+    """Elements besides those kept: of a pipelined loop, besides the streamed ones; and where the rows are no multiples of 16 bytes, all.
+
+    Weights change from the layout of one product to that of the next through shared memory, but in a pipelined loop not where both divide
+    the warps alike. Without pipelining, keys and values of a forward round take turns, and dkv_kernel turns queries over by a copy; 32-bit
+    ones as well, for TF32.
+    """
+    width, width_v = sum(chunks), sum(chunks_v)
+    widest_piece = max({"forward": chunks_v, "dq": chunks, "dkv": chunks + chunks_v}[kind])
     weights = tile.rows * tile.columns * (2 if kind == "dkv" else 1)
-    widest = max(chunks_v if kind == "forward" else chunks if kind == "dq" else chunks + chunks_v)
-    if precision == "tf32" and dtype == "float32" and kind == "dkv":  # 32-bit operands are transposed by a second copy
-        weights += tile.rows * max(width, both - width)
-    pipelined = kept + (tile.stages - 1) * streamed + (weights if tile.kept(kind) < widest else 0)
-    in_turn = kept + (tile.columns * max(width, both - width) if kind == "forward" else streamed) + weights
-    return max(pipelined if tile.stages > 1 else 0, in_turn) * ELEMENT_BYTES[dtype] + statistics + 256
+    pipelined = weights if tile.kept(kind) < widest_piece else 0
+    if kind == "forward":
+        return pipelined, tile.columns * max(width, width_v) + weights
+    in_turn = tile.streamed(kind) * (width + width_v)
+    if kind == "dq" or (dtype == "float32" and precision != "tf32"):
+        return pipelined, in_turn + weights
+    turned = tile.rows * max(width, width_v)
+    return pipelined, in_turn + (weights + turned if dtype == "float32" else max(weights, turned))
 
 
 def candidates(kind: str, target: Target, dtype: str, head_dim: int, head_dim_v: int, precision: str = "fast") -> list[Tile]:
