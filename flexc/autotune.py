@@ -87,7 +87,7 @@ def _search(launch: Launch, trace: Any, q: Tensor, k: Tensor, v: Tensor, tensors
     shapes, target = launch.shapes, launch.artifact.target
     best: dict[str, Tile] = {}
     for kernel in KERNELS:
-        choices = candidates(kernel, target, shapes.dtype_name, shapes.head_dim, shapes.head_dim_v)
+        choices = candidates(kernel, target, shapes.dtype_name, shapes.head_dim, shapes.head_dim_v, launch.options.precision)
         times: dict[Tile, float] = {}
         for tile in choices:
             trial = _with_tiles(launch, trace, {kernel: tile})

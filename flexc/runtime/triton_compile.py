@@ -74,6 +74,14 @@ def compile_module(
     return CompiledModule(tuple(_compile(module, name, capability, types_of) for name in names or module.LAUNCH))
 
 
+def is_aligned(argument: str, kind: str) -> bool:
+    """Whether an argument counts as a multiple of 16, as it is in a call with contiguous tensors of a usual head dim.
+
+    Pointers, and the strides of q, k, v, out and their gradients: without them no copy is asynchronous, which is not what runs.
+    """
+    return kind.startswith("*") or re.fullmatch(r"(q|k|v|out|dout)_stride_[bhs]", argument) is not None
+
+
 def _compile(module: ModuleType, name: str, capability: int, types_of: Callable[[Sequence[str]], dict[str, str]]) -> CompiledKernel:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -84,7 +92,7 @@ def _compile(module: ModuleType, name: str, capability: int, types_of: Callable[
         raise ToolchainError("machine code cannot be shown under TRITON_INTERPRET=1: unset it")
     types = types_of(function.arg_names)
     constants = {argument: True for argument, kind in types.items() if kind == "constexpr"}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, argument in enumerate(function.arg_names) if types[argument].startswith("*")}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, argument in enumerate(function.arg_names) if is_aligned(argument, types[argument])}
     warps, stages = module.LAUNCH[name]
     source = ASTSource(fn=function, signature=types, constexprs=constants, attrs=aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": stages})

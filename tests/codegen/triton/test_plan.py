@@ -6,13 +6,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-import triton.compiler
 
 from flexc.backends import Shapes
 from flexc.codegen.triton import Tile, candidates
 from flexc.codegen.triton.tiles import MOST_CANDIDATES, chunked, is_asynchronous, smem_bytes
 from flexc.errors import UnsupportedError
 from flexc.pipeline import compile_for
+from flexc.runtime import triton_compile
 from flexc.runtime.triton_compile import CompiledKernel
 from flexc.target import KNOWN, Target
 from tests.codegen.triton.texts import HOPPER, lowered, planned
@@ -123,20 +123,6 @@ def test_no_tile_fits_is_an_error():
 # --- what ptxas makes of them -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def aligned_strides(monkeypatch):
-    """Compile as a call with contiguous tensors does: strides that are multiples of 16, without which no copy is asynchronous."""
-    made = triton.compiler.ASTSource
-
-    def with_strides(fn, signature, constexprs, attrs):
-        strides = {
-            (i,): [["tt.divisibility", 16]] for i, name in enumerate(fn.arg_names) if name.endswith(("_stride_b", "_stride_h", "_stride_s"))
-        }
-        return made(fn=fn, signature=signature, constexprs=constexprs, attrs=attrs | strides)
-
-    monkeypatch.setattr(triton.compiler, "ASTSource", with_strides)
-
-
 def compiled(
     score_mod, mask_mod, target: Target, head_dim: int, head_dim_v: int, dtype: torch.dtype = torch.bfloat16
 ) -> list[CompiledKernel]:
@@ -169,7 +155,7 @@ STANDARD = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("score_mod", "mask_mod", "arch", "head_dim", "head_dim_v"), STANDARD)
-def test_standard_variants_do_not_spill(aligned_strides, score_mod, mask_mod, arch, head_dim, head_dim_v):
+def test_standard_variants_do_not_spill(score_mod, mask_mod, arch, head_dim, head_dim_v):
     for kernel in compiled(score_mod, mask_mod, Target.parse(arch), head_dim, head_dim_v):
         assert kernel.spill_bytes <= 64, kernel.name
         assert not kernel.remarks or arch != "sm_90a", kernel.name
@@ -178,7 +164,7 @@ def test_standard_variants_do_not_spill(aligned_strides, score_mod, mask_mod, ar
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_89", "sm_90a"])
 @pytest.mark.parametrize("head_dim", [64, 128, 512])
-def test_float32_fits(aligned_strides, arch, head_dim):
+def test_float32_fits(arch, head_dim):
     """Products on FMA units spill whatever the tile, so only shared memory counts."""
     compiled(None, causal, Target.parse(arch), head_dim, head_dim, torch.float32)
 
@@ -186,6 +172,13 @@ def test_float32_fits(aligned_strides, arch, head_dim):
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_89", "sm_90a", "sm_100a"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_rows_that_are_not_aligned_fit(arch, head_dim):
+def test_rows_that_are_not_aligned_fit(monkeypatch, arch, head_dim):
     """Strides of no known factor: copies are not asynchronous and shared memory is laid out otherwise."""
+    monkeypatch.setattr(triton_compile, "is_aligned", lambda argument, kind: kind.startswith("*"))
     compiled(None, causal, Target.parse(arch), head_dim, head_dim)
+
+
+def test_kernels_without_bulk_copies_are_compiled_with_asynchronous_ones():
+    shapes = Shapes(1, 8, 8, 4096, 4096, 64, 64, torch.bfloat16)
+    artifact = compile_for(None, causal, shapes=shapes, target=Target.parse("sm_80"), backend="triton")
+    assert "cp.async" in artifact.ptx()
