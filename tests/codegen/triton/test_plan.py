@@ -181,4 +181,4 @@ def test_rows_that_are_not_aligned_fit(monkeypatch, arch, head_dim):
 def test_kernels_without_bulk_copies_are_compiled_with_asynchronous_ones():
     shapes = Shapes(1, 8, 8, 4096, 4096, 64, 64, torch.bfloat16)
     artifact = compile_for(None, causal, shapes=shapes, target=Target.parse("sm_80"), backend="triton")
-    assert "cp.async" in artifact.ptx()
+    assert "cp.async.cg" in artifact.ptx(), "copies of 16 bytes, which need strides of a known factor"
