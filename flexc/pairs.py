@@ -9,10 +9,14 @@ each pair. The three ways are equal. Truth or an exception, never a quiet third 
 - Elements read out of range may be selected away by `where`; if the result depends on one, IndexRangeError.
 - A branch that `where` does not select contributes no gradient, not 0 × NaN (noticed in gradients of the score; for captured tensors only
   with `one_by_one`).
+
+While a function runs here, `math` and PyTorch's default dtype are changed for the whole process. Threads take turns; but code in another
+thread that computes with either at that moment sees the change, so this is for checks and tests, not for serving.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +30,7 @@ from flexc.errors import IndexRangeError
 from flexc.python_math import math_on_tensors
 
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+_ONE_AT_A_TIME = threading.RLock()  # `math` and the default dtype belong to the whole process
 
 
 def evaluate(
@@ -70,7 +75,7 @@ class _Evaluation:
         Raises:
             IndexRangeError: a result depends on an element read out of range.
         """
-        with math_on_tensors(self.function), _default_dtype(self.wide):
+        with _ONE_AT_A_TIME, math_on_tensors(self.function), _default_dtype(self.wide):
             arithmetic = _Arithmetic(self.wide)
             result = self._evaluate(columns, arithmetic)
             if arithmetic.outside:

@@ -210,16 +210,17 @@ def test_threads_that_call_at_once_compile_once(compiled):
 
 def test_threads_with_different_lengths_get_their_own_maps():
     kernel = flexc.attention(None, causal)
+    cases = {length: qkv(q_len=length) for length in (50, 70, 130, 200)}
+    truths = {length: reference(None, causal, *inputs)[0] for length, inputs in cases.items()}
     wrong = []
 
     def run(length):
-        q, k, v = qkv(q_len=length)
-        truth = reference(None, causal, q, k, v)[0]
+        (q, k, v), truth = cases[length], truths[length]
         for _ in range(10):
             if not torch.allclose(kernel(q, k, v).double(), truth, atol=1e-5):
                 wrong.append(length)
 
-    threads = [threading.Thread(target=run, args=(length,)) for length in (50, 70, 130, 200)]
+    threads = [threading.Thread(target=run, args=(length,)) for length in cases]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import math
+import threading
 from math import tanh as tanh_of_math
 
 import numpy as np
@@ -241,6 +242,28 @@ def test_math_and_globals_are_restored():
         reference(lambda s, b, h, i, j: 1 / 0, None, *inputs())
     assert math.exp is exp and SCORES["math imported by name"].__globals__["tanh_of_math"] is math.tanh
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_threads_take_turns_at_changing_math_and_the_default_dtype():
+    """Interleaved, the second would take the first one's float64 for the default and restore that."""
+    exp, entered, left = math.exp, threading.Event(), threading.Event()
+    columns = [torch.zeros(1, dtype=torch.float64), *(torch.zeros(1, dtype=torch.int32) for _ in range(4))]
+
+    def first(s, b, h, i, j):
+        second_thread.start()
+        entered.wait(0.2)
+        return s
+
+    def second(s, b, h, i, j):
+        entered.set()
+        left.wait(5)
+        return s
+
+    second_thread = threading.Thread(target=evaluate, args=(second, columns, torch.float64), kwargs={"one_by_one": True})
+    evaluate(first, columns, torch.float64, one_by_one=True)
+    left.set()
+    second_thread.join()
+    assert math.exp is exp and torch.get_default_dtype() == torch.float32
 
 
 # --- refusals ------------------------------------------------------------------------------------------------------------------------
