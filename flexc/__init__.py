@@ -13,12 +13,15 @@ Glossary, the same in every room:
 from flexc import masks, scores
 from flexc.algebra import Mask, mask
 from flexc.api import AuxOutput, Kernel, attention, kernel
+from flexc.block_maps import block_map
 from flexc.check import CheckReport, check
+from flexc.compile_log import CompileLog, compile_log
 from flexc.errors import (
     FlexcError,
     IndexRangeError,
     InputError,
     InternalError,
+    NoCompileError,
     SettingError,
     ShapeError,
     ToolchainError,
@@ -27,29 +30,37 @@ from flexc.errors import (
 )
 from flexc.frontend import constant, runtime, where
 from flexc.reference import reference
-from flexc.sparsity import BlockMap
+from flexc.sparsity import BlockMap, Certificate
+from flexc.sparsity.facts import declare_sorted as sorted
 from flexc.target import Target
+from flexc.warmup import Spec
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AuxOutput",
     "BlockMap",
+    "Certificate",
     "CheckReport",
+    "CompileLog",
     "FlexcError",
     "IndexRangeError",
     "InputError",
     "InternalError",
     "Kernel",
     "Mask",
+    "NoCompileError",
     "SettingError",
     "ShapeError",
+    "Spec",
     "Target",
     "ToolchainError",
     "TraceError",
     "UnsupportedError",
     "attention",
+    "block_map",
     "check",
+    "compile_log",
     "constant",
     "kernel",
     "mask",
@@ -57,5 +68,6 @@ __all__ = [
     "reference",
     "runtime",
     "scores",
+    "sorted",
     "where",
 ]

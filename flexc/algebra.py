@@ -11,7 +11,10 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from flexc.errors import InputError
+from flexc.pickling import Recipe, follow, graph_of_mask, has_a_name, held_at, mask_of_graph
 
 MaskFunction = Callable[..., Any]
 
@@ -21,41 +24,57 @@ _EXPECTED = "(batch, head, q_idx, kv_idx)"
 class Mask:
     """A mask function that combines with others by `&`, `|`, `^` and `~`. Calling it calls the function.
 
+    Every mask can be copied and pickled: see `flexc.pickling`.
+
     Attributes:
         __flexc_function__: the plain function, for the tracer.
         __name__: readable, such as "causal & document".
+        recipe: what makes it again, for a mask that was made of arguments or of other masks.
     """
 
-    def __init__(self, function: MaskFunction, name: str | None = None):
+    def __init__(self, function: MaskFunction, name: str | None = None, recipe: Recipe | None = None):
         function = plain_function(function)
         _refuse_wrong_arity(function)
         self.__flexc_function__ = function
         self.__name__ = name or _name_of(function)
         self.__doc__ = getattr(function, "__doc__", None)
+        self.__module__ = getattr(function, "__module__", None) or __name__
+        self.recipe = recipe
+
+    def __reduce__(self) -> str | tuple:
+        function = self.__flexc_function__
+        name = getattr(function, "__qualname__", "")
+        if held_at(self.__module__, name) is self:
+            return name  # where a decorated function was, there is the mask
+        if self.recipe is not None:
+            return follow, (self.recipe,)
+        if has_a_name(function):
+            return Mask, (function, self.__name__)
+        return _of_graph, (*graph_of_mask(function), self.__name__)
 
     def __call__(self, batch: Any, head: Any, q_idx: Any, kv_idx: Any) -> Any:
         return self.__flexc_function__(batch, head, q_idx, kv_idx)
 
     def __and__(self, other: Mask | MaskFunction) -> Mask:
-        return _combined(self, other, _both, "&")
+        return _combined(self, other, _both, operator.and_, "&")
 
     def __rand__(self, other: Mask | MaskFunction) -> Mask:
-        return _combined(other, self, _both, "&")
+        return _combined(other, self, _both, operator.and_, "&")
 
     def __or__(self, other: Mask | MaskFunction) -> Mask:
-        return _combined(self, other, _either, "|")
+        return _combined(self, other, _either, operator.or_, "|")
 
     def __ror__(self, other: Mask | MaskFunction) -> Mask:
-        return _combined(other, self, _either, "|")
+        return _combined(other, self, _either, operator.or_, "|")
 
     def __xor__(self, other: Mask | MaskFunction) -> Mask:
-        return _combined(self, other, _one_of, "^")
+        return _combined(self, other, _one_of, operator.xor, "^")
 
     def __rxor__(self, other: Mask | MaskFunction) -> Mask:
-        return _combined(other, self, _one_of, "^")
+        return _combined(other, self, _one_of, operator.xor, "^")
 
     def __invert__(self) -> Mask:
-        return Mask(_negation(self.__flexc_function__), f"~{_operand_name(self)}")
+        return Mask(_negation(self.__flexc_function__), f"~{_operand_name(self)}", (operator.invert, (self,), {}))
 
     def __bool__(self) -> bool:
         raise InputError(
@@ -114,12 +133,18 @@ def _negation(function: MaskFunction) -> MaskFunction:
     return negation
 
 
-def _combined(left: Any, right: Any, maker: Callable[[MaskFunction, MaskFunction], MaskFunction], sign: str) -> Mask:
+def _combined(
+    left: Any, right: Any, maker: Callable[[MaskFunction, MaskFunction], MaskFunction], operation: Callable[[Any, Any], Any], sign: str
+) -> Mask:
     if not callable(left) or not callable(right):
         return NotImplemented
     left, right = mask(left), mask(right)
     name = f"{_operand_name(left, sign)} {sign} {_operand_name(right, sign)}"
-    return Mask(maker(left.__flexc_function__, right.__flexc_function__), name)
+    return Mask(maker(left.__flexc_function__, right.__flexc_function__), name, (operation, (left, right), {}))
+
+
+def _of_graph(text: str, tensors: tuple, scalars: tuple, name: str) -> Mask:
+    return Mask(mask_of_graph(text, tensors, scalars), name)
 
 
 def _operand_name(operand: Mask, sign: str = "~") -> str:
@@ -137,6 +162,8 @@ def _name_of_part(function: Any) -> str | None:
 
 
 def _refuse_wrong_arity(function: Any) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        return  # a mask made inside a compiled region: `flexc.dynamo` finds out
     if not callable(function):
         raise InputError(f"a mask is made of a function {_EXPECTED}, got {type(function).__name__}")
     try:

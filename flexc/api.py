@@ -6,27 +6,32 @@ import math
 import numbers
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.utils.weak import WeakIdKeyDictionary
 
-from flexc import backends, frontend, pipeline, settings
+from flexc import backends, frontend, operators, pipeline, settings
 from flexc.algebra import Mask
 from flexc.autograd import Attention
 from flexc.backends import Options, Shapes
 from flexc.errors import FlexcError, InputError, ShapeError, UnsupportedError
 from flexc.explain import Explanation, explain
-from flexc.ir.graph import BOOL, Graph, Node, inputs_of
+from flexc.extents import Extent, extents_of, refuse_wrong_sizes
+from flexc.ir.graph import Graph
 from flexc.launch import MAPS, Launch
+from flexc.operators import PLAIN, is_watched
 from flexc.pipeline import Artifact
 from flexc.sparsity import BlockMap
+from flexc.sparsity.facts import verify_facts
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
 
+_OPTION_NAMES = ("backend", "autotune", "precision", "deterministic")
 _PRECISIONS = ("fast", "exact", "tf32")
 _MOST_READY = 256  # combinations of a trace and sizes that a kernel keeps at hand
 MAX_TOKENS = 2**24  # positions are exact in float32 below it
@@ -58,7 +63,7 @@ def kernel(function: Function) -> Kernel:
     """
     if isinstance(function, Kernel):
         return function
-    arity = frontend.arity(function)
+    arity = _arity(function)
     if arity == 5:
         return attention(score_mod=function)
     if arity == 4:
@@ -67,6 +72,14 @@ def kernel(function: Function) -> Kernel:
         f"{getattr(function, '__name__', function)!r} takes {arity} positional arguments: expected 5 (score, batch, head, q_idx, kv_idx) "
         "for a score function or 4 (batch, head, q_idx, kv_idx) for a mask function"
     )
+
+
+def _arity(function: Function) -> int:
+    if is_dynamo_compiling():
+        from flexc import dynamo
+
+        return dynamo.arity(function)
+    return frontend.arity(function)
 
 
 def attention(
@@ -114,6 +127,10 @@ class Kernel:
         precision: str = "fast",
         deterministic: bool = False,
     ):
+        self._backend, self._autotune, self._precision, self._deterministic = backend, autotune, precision, deterministic
+        if is_dynamo_compiling():  # made inside a compiled region: `flexc.dynamo` makes the real one, and checks there
+            self.score_mod, self.mask_mod = score_mod, mask_mod
+            return
         if backend != "auto" and backend not in backends.BACKENDS and backend != "cute":
             backends.choose(backend, None)  # raises, naming the known ones
         if precision not in _PRECISIONS:
@@ -127,15 +144,21 @@ class Kernel:
         _refuse_arity(mask_mod, 4, "mask_mod", "(batch, head, q_idx, kv_idx)")
         self.score_mod = score_mod
         self.mask_mod = mask_mod
-        self._backend = backend
-        self._autotune = autotune
         self._options = Options(precision=precision, deterministic=deterministic)
-        self._ready: dict[tuple, tuple[Artifact, tuple[_Extent, ...]]] = {}
+        self._ready: dict[tuple, tuple[Artifact, tuple[Extent, ...], Options]] = {}
         self._last: tuple[Launch, tuple[Tensor, ...], torch.device] | None = None
         function = score_mod if score_mod is not None else mask_mod
         self.__name__ = pipeline.title_of(score_mod, mask_mod)
         self.__doc__ = getattr(function, "__doc__", None)
         self.__module__ = getattr(function, "__module__", None) or __name__
+
+    def __getattr__(self, name: str) -> Any:
+        # A kernel made inside a compiled region has nothing but its arguments until someone outside asks for more.
+        if name in ("_options", "_ready", "_last", "__name__") and "_deterministic" in vars(self):
+            options = {option: vars(self)[f"_{option}"] for option in _OPTION_NAMES}
+            Kernel.__init__(self, self.score_mod, self.mask_mod, **options)
+            return getattr(self, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
         return f"<flexc kernel {self.__name__}>"
@@ -168,14 +191,20 @@ class Kernel:
             TraceError: a function cannot be compiled.
             UnsupportedError: the backend has no kernel for this.
         """
+        if is_dynamo_compiling():
+            from flexc import dynamo
+
+            out, lse = dynamo.call(self, q, k, v, scale)
+            return (out, AuxOutput(lse)) if return_lse else out
         current = settings.current()
         if current.eager:
             return self._eager(q, k, v, scale, return_lse)
+        if is_watched(q, k, v):
+            out, lse = self._watched(q, k, v, scale)
+            return (out, AuxOutput(lse)) if return_lse else out
         launch, q, k, v, tensors = self._launch(q, k, v, scale, current)
         if current.check:
-            from flexc.index_check import check_indices
-
-            check_indices(launch.artifact.traced, launch.shapes, tensors, launch.scalars, q.device)
+            self._check(launch, q, k, tensors)
         self._last = (launch, tensors, q.device)
         out, lse = Attention.apply(launch, q, k, v, *tensors)
         return (out, AuxOutput(lse)) if return_lse else out
@@ -243,6 +272,43 @@ class Kernel:
         trace, binding = frontend.trace(self.score_mod, self.mask_mod)
         return {i.name: t for i, t in zip(trace.graph.tensors, binding.tensors, strict=True) if t.requires_grad}
 
+    # --- ahead of a call, and without flexc ---
+
+    def warmup(self, specs: Any, *, processes: int | None = None) -> Any:
+        """Compile ahead for calls that specs describe, in parallel processes, with no tensors; see `flexc.Spec`.
+
+        Args:
+            specs: one or many, each a `flexc.Spec` or a dict of its attributes.
+            processes: how many compile side by side; default: one for each core.
+
+        Returns:
+            CompileLog: what was compiled, or found on the disk.
+        """
+        from flexc.warmup import warm_up
+
+        named = {"backend": self._backend, "options": self._options, "title": self.__name__}
+        return warm_up(self.score_mod, self.mask_mod, specs, processes=processes, **named)
+
+    def export(self, path: Any, spec: Any = None) -> Any:
+        """Write one Python file that runs this kernel without flexc: `from FILE import attention`.
+
+        Args:
+            path: of the file, ending in .py.
+            spec: which call it is for, a `flexc.Spec` or a dict of its attributes; default: what ran last.
+
+        Returns:
+            The path.
+        """
+        import flexc
+        from flexc.export import export
+
+        if spec is None:
+            return export(self.artifact, path, flexc.__version__)
+        from flexc.warmup import artifact_of
+
+        named = {"backend": self._backend, "options": self._options, "title": self.__name__}
+        return export(artifact_of(self.score_mod, self.mask_mod, spec, **named), path, flexc.__version__)
+
     # --- steps of a call ---
 
     def _ran(self) -> tuple[Launch, tuple[Tensor, ...], torch.device]:
@@ -252,35 +318,66 @@ class Kernel:
             )
         return self._last
 
+    def _watched(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+        """out and lse where PyTorch must see an operator, or q, k and v are distributed."""
+        _refuse_what_is_no_input(q, k, v)
+        if scale is not None:
+            scale = _finite(scale)
+        if operators.is_distributed(q, k, v):
+            from flexc import sharding
+
+            return sharding.call(self, q, k, v, scale)
+        return operators.call(self, q, k, v, scale)
+
+    def _check(self, launch: Launch, q: Tensor, k: Tensor, tensors: tuple[Tensor, ...]) -> None:
+        """FLEXC_CHECK=1: what kernels would not notice."""
+        from flexc.index_check import Scores, check_indices
+
+        scores = Scores(q.detach(), k.detach(), launch.scale)
+        check_indices(launch.artifact.traced, launch.shapes, tensors, launch.scalars, q.device, scores)
+        verify_facts(tensors, [read.name for read in launch.artifact.traced.tensors])
+
     def _launch(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, current: settings.Settings
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float | None,
+        current: settings.Settings,
+        traced: tuple[frontend.Trace, frontend.Binding] | None = None,
     ) -> tuple[Launch, Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
-        """The launch for these inputs, and the inputs as kernels take them: q, k, v and the captured tensors."""
+        """The launch for these inputs, and the inputs as kernels take them: q, k, v and the captured tensors.
+
+        Args:
+            traced: what to run in place of the kernel's own functions.
+        """
         _refuse_what_is_no_input(q, k, v)
         if scale is not None:
             q, scale = _positive_scale(q, scale)
         q, k, v = _contiguous_rows(q), _contiguous_rows(k), _contiguous_rows(v)
         device = q.device
         shapes = _shapes_of(q, k, v)
-        trace, binding = frontend.trace(self.score_mod, self.mask_mod)
+        trace, binding = frontend.trace(self.score_mod, self.mask_mod) if traced is None else traced
         tensors = binding.tensors
         for slot, tensor in enumerate(tensors):
+            if type(tensor) not in PLAIN:
+                operators.refuse_distributed(tensor, trace.graph.tensors[slot].name)
             if tensor.device != device:
                 moved = _on_device(tensor, trace.graph.tensors[slot].name, device)
                 tensors = (*tensors[:slot], moved, *tensors[slot + 1 :])
-        key = (trace, shapes, device, current.dump, current.override)
+        key = (trace, shapes, device, _wants_determinism(), current.dump, current.override)
         found = self._ready.get(key)
         if found is None:
             found = self._prepared(trace, tensors, shapes, device)
             if len(self._ready) >= _MOST_READY:
                 self._ready.clear()
             self._ready[key] = found
-        artifact, extents = found
+        artifact, extents, options = found
         if extents:
-            _refuse_wrong_sizes(extents, trace.graph, tensors, shapes)
+            refuse_wrong_sizes(extents, trace.graph, tensors, shapes.batch, shapes.heads_q, "q has")
         if scale is None:
             scale = 1.0 / math.sqrt(shapes.head_dim)
-        launch = Launch(artifact, shapes, scale, binding.scalars, self._options, self.__name__)
+        launch = Launch(artifact, shapes, scale, binding.scalars, options, self.__name__)
         if self._autotune:
             from flexc.autotune import tuned
 
@@ -289,12 +386,13 @@ class Kernel:
 
     def _prepared(
         self, trace: frontend.Trace, tensors: tuple[Tensor, ...], shapes: Shapes, device: torch.device
-    ) -> tuple[Artifact, tuple[_Extent, ...]]:
-        extents = tuple(sorted(_extents(trace.graph)))
-        _refuse_wrong_sizes(extents, trace.graph, tensors, shapes)  # before anything is compiled
+    ) -> tuple[Artifact, tuple[Extent, ...], Options]:
+        extents = extents_of(trace.graph)
+        refuse_wrong_sizes(extents, trace.graph, tensors, shapes.batch, shapes.heads_q, "q has")  # before anything is compiled
         backend, reason = backends.choose(self._backend, device)
         target = pipeline.target_of(device)
-        return pipeline.artifact_for(trace, shapes, target, backend, reason, self._options, self.__name__), extents
+        options = replace(self._options, deterministic=True) if _wants_determinism() else self._options
+        return pipeline.artifact_for(trace, shapes, target, backend, reason, options, self.__name__), extents, options
 
     def _eager(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, return_lse: bool) -> Tensor | tuple[Tensor, AuxOutput]:
         """FLEXC_EAGER=1: the user's own functions on dense tensors, where print and breakpoint work."""
@@ -306,9 +404,13 @@ class Kernel:
         return (out, AuxOutput(lse)) if return_lse else out
 
 
+def _wants_determinism() -> bool:
+    """`torch.use_deterministic_algorithms(True)` asks every kernel for it. With warn_only=True a kernel that cannot be so is let be."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
 def _forward_map(launch: Launch, tensors: tuple[Tensor, ...], device: torch.device) -> BlockMap:
-    maps = launch.block_maps(tensors, device, ("forward",))
-    return maps["forward"] if maps else MAPS.get(launch, (128, 128), tensors, device)
+    return MAPS.blocks(launch, launch.artifact.map_blocks.get("forward", (128, 128)), tensors, device)
 
 
 def _given(options: Options) -> dict[str, Any]:
@@ -364,6 +466,12 @@ def _refuse_what_is_no_input(q: Any, k: Any, v: Any) -> None:
             raise InputError(f"{name} has layout {x.layout}; expected a dense tensor: convert it with {name}.to_dense()")
         if x.dim() != 4:
             raise ShapeError(f"{name} has {x.dim()} dimensions, {_shape(x)}; expected 4: [batch, heads, tokens, head_dim]")
+
+
+def refuse_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse tensors that cannot be q, k and v, whether their sizes are numbers or symbols."""
+    _refuse_what_is_no_input(q, k, v)
+    _shapes.__wrapped__(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, True)
 
 
 def _shapes_of(q: Tensor, k: Tensor, v: Tensor) -> Shapes:
@@ -460,35 +568,3 @@ def _on_device(tensor: Tensor, name: str, device: torch.device) -> Tensor:
         # One copy while the number stays: block maps are kept for as long as the tensors that they were made from.
         found = _on_gpu[tensor] = version, tensor.to(device)
     return found[1]
-
-
-_Extent = tuple[int, int, str]  # (slot of a captured tensor, dimension, "batch" or "head" itself that indexes it)
-
-
-def _extents(graph: Graph) -> set[_Extent]:
-    """Which dimensions of captured tensors `batch` or `head` itself indexes, other than where a condition on it guards the read."""
-    found: set[_Extent] = set()
-    for name in ("batch", "head"):
-        seen: set[Node] = set()
-        waiting = [node for _, node in graph.outputs]
-        while waiting:
-            node = waiting.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            is_choice = node.op == "where" or (node.dtype == BOOL and node.op in ("and", "or"))
-            waiting += node.args[:1] if is_choice and name in inputs_of(node.args[0]) else node.args
-            if node.op == "gather":
-                found |= {(node.attrs[0], axis, name) for axis, i in enumerate(node.args) if i.op == "input" and i.attrs[0] == name}
-    return found
-
-
-def _refuse_wrong_sizes(extents: tuple[_Extent, ...], graph: Graph, tensors: tuple[Tensor, ...], shapes: Shapes) -> None:
-    """A table indexed by `batch` or `head` itself has one entry for each, or the function was written for other sizes."""
-    for slot, axis, name in extents:
-        size, expected = tensors[slot].shape[axis], shapes.batch if name == "batch" else shapes.heads_q
-        if size != expected:
-            raise ShapeError(
-                f"the captured tensor {graph.tensors[slot].name} has {size} entries along dimension {axis}, which `{name}` indexes; "
-                f"q has {expected} {'batch entries' if name == 'batch' else 'heads'}"
-            )

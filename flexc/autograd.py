@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -44,6 +44,10 @@ class Attention(torch.autograd.Function):
             gradients = _NoSecondDerivative.apply(len(gradients), *gradients, dout, dlse, q, k, v, *tensors)
         return None, *gradients
 
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> NoReturn:
+        refuse_forward_mode()
+
 
 def run(launch: Launch, q: Tensor, k: Tensor, v: Tensor, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """The forward pass of a launch, out and lse, in the dtypes of its inputs: autocast changes nothing inside."""
@@ -65,8 +69,21 @@ class _NoSecondDerivative(torch.autograd.Function):
         return tuple(None if x is None else x.view_as(x) for x in values[:count])
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor | None) -> None:
-        raise UnsupportedError(
-            "the gradient of flexc attention cannot be differentiated again, on any backend: expected create_graph=False, or a loss that "
-            "uses no gradient of attention. For second derivatives of small problems use flexc.reference"
-        )
+    def backward(ctx: Any, *_: Tensor | None) -> NoReturn:
+        refuse_second_derivative()
+
+
+def refuse_second_derivative(*_: Any) -> NoReturn:
+    """What differentiating a gradient does."""
+    raise UnsupportedError(
+        "the gradient of flexc attention cannot be differentiated again, on any backend: expected create_graph=False, or a loss that "
+        "uses no gradient of attention. For second derivatives of small problems use flexc.reference"
+    )
+
+
+def refuse_forward_mode() -> NoReturn:
+    """What dual tensors and their transforms do."""
+    raise UnsupportedError(
+        "forward-mode derivatives (torch.func.jvp, jacfwd, hessian, forward_ad) of flexc attention, on any backend: expected reverse mode: "
+        "torch.func.grad, vjp or jacrev, or backward()"
+    )

@@ -1,7 +1,9 @@
-"""`autotune=True`: time the plausible tiles of each kernel on the real shapes and block structure, and keep the fastest.
+"""`autotune=True`: time the plausible tiles of each kernel, alone, on the real shapes and block structure, and keep the fastest.
 
-Winners are kept in memory and in the disk cache, by everything that can change them: graph, target, head dims, dtype, ratio of heads,
-lengths by powers of two, share of blocks visited in tenths, versions.
+Which tiles are plausible the model of resources says (`codegen.triton.tiles`); one that the compiler or the device refuses all the same is
+skipped and counted. `kernel.reason` tells what was timed, left out and refused. Winners are kept in memory and in the disk cache, by
+everything that can change them: graph, target, head dims, dtype, ratio of heads, lengths by powers of two, share of blocks visited in
+tenths, versions.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,19 +19,46 @@ import torch
 
 from flexc import backends, pipeline, settings
 from flexc.backends import Options
-from flexc.codegen.triton import Tile, candidates
-from flexc.errors import FlexcError
-from flexc.launch import Launch
+from flexc.codegen.triton import Tile, candidates, known_tiles
+from flexc.errors import FlexcError, ToolchainError
+from flexc.launch import MAPS, Launch
 from flexc.pipeline import Artifact
 from flexc.runtime.cache import cache_of
 from flexc.runtime.key import key_of
 from flexc.sparsity import BlockMap
 
 Tensor = torch.Tensor
+Timer = Callable[[Launch, str], float]  # milliseconds of one kernel of a launch
 
 KERNELS = ("forward", "dq", "dkv")
 _tuned: WeakKeyDictionary[Artifact, dict[tuple[int, ...], tuple[Artifact, Options]]] = WeakKeyDictionary()
 _visited_tenths: WeakKeyDictionary[BlockMap, int] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Search:
+    """What was found for one kernel.
+
+    Attributes:
+        kernel: "forward", "dq" or "dkv".
+        times: of each tile that ran, in milliseconds.
+        refused: tiles that the compiler or the device refused, and what it said.
+        left_out: tiles that the model of resources ruled out before they were compiled.
+    """
+
+    kernel: str
+    times: tuple[tuple[Tile, float], ...]
+    refused: tuple[tuple[Tile, str], ...]
+    left_out: int
+
+    @property
+    def best(self) -> Tile:
+        """The fastest."""
+        return min(self.times, key=lambda pair: pair[1])[0]
+
+    def __str__(self) -> str:
+        counts = f"{len(self.times)} timed, {self.left_out} left out" + (f", {len(self.refused)} refused" if self.refused else "")
+        return f"{self.kernel} {self.best} ({counts})"
 
 
 def tuned(launch: Launch, trace: Any, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor]) -> Launch:
@@ -37,25 +67,113 @@ def tuned(launch: Launch, trace: Any, q: Tensor, k: Tensor, v: Tensor, tensors: 
         return launch
     if launch.has_no_pairs:
         return launch
-    sizes = _sizes(launch, tensors, q.device)
+    return chosen(launch, trace, tensors, q.device, lambda: _Stopwatch(launch, q, k, v, tensors))
+
+
+def chosen(launch: Launch, trace: Any, tensors: Sequence[Tensor], device: torch.device, timer: Callable[[], Timer]) -> Launch:
+    """The launch with the fastest tiles, from memory, from disk, or by a timer made for the purpose."""
+    sizes = _sizes(launch, tensors, device)
     known = _tuned.setdefault(launch.artifact, {})
     if sizes not in known:
-        key = key_of(kind="autotune", artifact=launch.artifact.key, sizes=sizes)
-        tiles = _stored(key)
-        if tiles is None:
-            tiles = _search(launch, trace, q.detach(), k.detach(), v.detach(), [t.detach() for t in tensors])
-            cache_of(settings.current()).put(key, {}, {"tiles": [[name, dataclasses.astuple(tile)] for name, tile in tiles]})
-        winner = _with_tiles(launch, trace, dict(tiles))
+        searches = _searched(launch, trace, sizes, timer)
+        winner = with_tiles(launch, trace, {s.kernel: s.best for s in searches}, "; ".join(map(str, searches)))
         known[sizes] = winner.artifact, winner.options
     artifact, options = known[sizes]
     return dataclasses.replace(launch, artifact=artifact, options=options)
 
 
+def _searched(launch: Launch, trace: Any, sizes: tuple[int, ...], timer: Callable[[], Timer]) -> list[Search]:
+    store = cache_of(settings.current())
+    key = key_of(kind="autotune", artifact=launch.artifact.key, sizes=sizes)
+    entry = store.get(key)
+    if entry is not None:
+        return [_from_json(saved) for saved in entry.meta["searches"]]
+    time = timer()
+    found = [search(launch, trace, kernel, time) for kernel in KERNELS]
+    store.put(key, {}, {"searches": [dataclasses.asdict(s) for s in found]})
+    return found
+
+
+def search(launch: Launch, trace: Any, kernel: str, time: Timer) -> Search:
+    """Each plausible tile of one kernel, the others at their defaults: their times do not depend on each other.
+
+    Raises:
+        ToolchainError: every tile is refused; says why, for each.
+    """
+    shapes, target = launch.shapes, launch.artifact.target
+    choices = candidates(kernel, target, shapes.dtype_name, shapes.head_dim, shapes.head_dim_v, launch.options.precision)
+    times: list[tuple[Tile, float]] = []
+    refused: list[tuple[Tile, str]] = []
+    for tile in choices:
+        try:
+            times.append((tile, time(with_tiles(launch, trace, {kernel: tile}), kernel)))
+        except Exception as error:
+            if not _is_refusal(error):
+                raise
+            refused.append((tile, _first_line(error)))
+    if not times:
+        reasons = "".join(f"\n  {tile}: {reason}" for tile, reason in refused)
+        raise ToolchainError(f"no tile of the {kernel} kernel of {launch.title} compiles for {target.arch}, of {len(choices)}:{reasons}")
+    return Search(kernel, tuple(times), tuple(refused), known_tiles(kernel, target, shapes.dtype_name) - len(choices))
+
+
+def with_tiles(launch: Launch, trace: Any, tiles: dict[str, Tile], tuning: str = "") -> Launch:
+    """The launch with other tiles; `tuning` becomes part of the reason."""
+    artifact = launch.artifact
+    options = dataclasses.replace(launch.options, tiles=tuple(sorted(tiles.items())))
+    reason = f"{artifact.reason}; tiles: {tuning}" if tuning else artifact.reason
+    made = pipeline.artifact_for(trace, launch.shapes, artifact.target, artifact.backend, reason, options, launch.title)
+    return dataclasses.replace(launch, artifact=made, options=options)
+
+
+def alone(launch: Launch, kernel: str) -> Launch:
+    """The launch with a module of its own, in which the other main kernels do nothing, and are not compiled.
+
+    The row sums, which both kernels of the backward pass read, still run: they cost little, and the same beside every tile.
+    """
+    artifact = launch.artifact
+    module = artifact.fresh_module()
+    for other in set(KERNELS) - {kernel}:
+        setattr(module, f"{other}_kernel", _Skipped())
+    return dataclasses.replace(launch, artifact=dataclasses.replace(artifact, _module=module))
+
+
+class _Skipped:
+    """A kernel whose launch does nothing."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args, **options: None
+
+
+class _Stopwatch:
+    """Times kernels on the inputs of a call. The backward kernels get the output of the launch as it was."""
+
+    def __init__(self, launch: Launch, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor]):
+        self.launch, self.inputs, self.tensors = launch, (q.detach(), k.detach(), v.detach()), [t.detach() for t in tensors]
+        self.results: tuple[Tensor, Tensor, Tensor] | None = None  # out, lse, the gradient of out
+
+    def __call__(self, trial: Launch, kernel: str) -> float:
+        import triton.testing
+
+        median: Any = triton.testing.do_bench(self.call(alone(trial, kernel), kernel), warmup=5, rep=30, return_mode="median")
+        return float(median)
+
+    def call(self, trial: Launch, kernel: str) -> Callable[[], object]:
+        """What to time."""
+        if kernel == "forward":
+            return lambda: trial.forward(*self.inputs, self.tensors)
+        if self.results is None:
+            out, lse = self.launch.forward(*self.inputs, self.tensors)
+            self.results = out, lse, torch.randn_like(out)
+        out, lse, dout = self.results
+        return lambda: trial.backward(*self.inputs, out, lse, dout, None, self.tensors)
+
+
 def _sizes(launch: Launch, tensors: Sequence[Tensor], device: torch.device) -> tuple[int, ...]:
     """What of a call's sizes decides the winner: lengths by powers of two, and the share of blocks visited, in tenths."""
     shapes = launch.shapes
-    maps = launch.block_maps(tensors, device, ("forward",))
-    visited = _tenths(maps["forward"]) if maps else 10
+    block = launch.artifact.map_blocks.get("forward")
+    visited = 10 if block is None else _tenths(MAPS.blocks(launch, block, tensors, device))
     return *(math.ceil(math.log2(n)) for n in (shapes.q_len, shapes.kv_len, shapes.batch * shapes.heads_q)), visited
 
 
@@ -66,60 +184,19 @@ def _tenths(blocks: BlockMap) -> int:
     return _visited_tenths[blocks]
 
 
-def _stored(key: str) -> tuple[tuple[str, Tile], ...] | None:
-    entry = cache_of(settings.current()).get(key)
-    return None if entry is None else tuple((name, Tile(*numbers)) for name, numbers in entry.meta["tiles"])
+def _from_json(saved: dict[str, Any]) -> Search:
+    def pairs(listed: Any) -> tuple:
+        return tuple((Tile(**tile), value) for tile, value in listed)
 
-
-def _with_tiles(launch: Launch, trace: Any, tiles: dict[str, Tile]) -> Launch:
-    artifact = launch.artifact
-    options = Options(
-        precision=launch.options.precision,
-        deterministic=launch.options.deterministic,
-        tiles=tuple(sorted(tiles.items())),
-    )
-    tuned_artifact = pipeline.artifact_for(trace, launch.shapes, artifact.target, artifact.backend, artifact.reason, options, launch.title)
-    return dataclasses.replace(launch, artifact=tuned_artifact, options=options)
-
-
-def _search(launch: Launch, trace: Any, q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor]) -> tuple[tuple[str, Tile], ...]:
-    """Each kernel's tile alone, the others at their defaults: their times do not depend on each other."""
-    shapes, target = launch.shapes, launch.artifact.target
-    best: dict[str, Tile] = {}
-    for kernel in KERNELS:
-        choices = candidates(kernel, target, shapes.dtype_name, shapes.head_dim, shapes.head_dim_v, launch.options.precision)
-        times: dict[Tile, float] = {}
-        for tile in choices:
-            trial = _with_tiles(launch, trace, {kernel: tile})
-            try:
-                times[tile] = _milliseconds(_call(trial, kernel, q, k, v, tensors))
-            except FlexcError:
-                raise
-            except Exception as error:
-                # A tile that the compiler or the device refuses is no candidate; anything else is a bug and must be seen.
-                if not _is_refusal(error):
-                    raise
-        if times:
-            best[kernel] = min(times, key=lambda tile: times[tile])
-    return tuple(sorted(best.items()))
-
-
-def _call(trial: Launch, kernel: str, q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor]) -> Callable[[], object]:
-    if kernel == "forward":
-        return lambda: trial.forward(q, k, v, tensors)
-    out, lse = trial.forward(q, k, v, tensors)
-    dout = torch.randn_like(out)
-    return lambda: trial.backward(q, k, v, out, lse, dout, None, tensors)
-
-
-def _milliseconds(call: Callable[[], object]) -> float:
-    import triton.testing
-
-    median: Any = triton.testing.do_bench(call, warmup=5, rep=30, return_mode="median")
-    return float(median)
+    return Search(saved["kernel"], pairs(saved["times"]), pairs(saved["refused"]), saved["left_out"])
 
 
 def _is_refusal(error: Exception) -> bool:
-    from triton.runtime.errors import OutOfResources
+    """Whether the compiler or the launch refused one tile, for which they raise whatever they like; not so for faults of the device."""
+    device_faults = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+    return not isinstance(error, (FlexcError, *device_faults)) and "CUDA error" not in str(error)
 
-    return isinstance(error, OutOfResources) or "PTXASError" in type(error).__name__
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return type(error).__name__ + (f": {lines[0]}" if lines else "")

@@ -17,7 +17,6 @@ from flexc.errors import InputError, ToolchainError, UnsupportedError
 from flexc.ir.graph import Graph
 from flexc.passes.base2 import lower_to_base2
 from flexc.passes.derivative import differentiate
-from flexc.sparsity import BlockMap
 from flexc.target import Target
 
 Tensor = torch.Tensor
@@ -83,7 +82,7 @@ class Call:
     scalars: tuple[int | float, ...]
 
 
-Maps = Mapping[str, BlockMap]
+Maps = Mapping[str, Any]  # name of a map → something with row_walk() and column_walk(), for the CPU a BlockMap
 
 
 @dataclass(frozen=True)

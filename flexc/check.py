@@ -14,15 +14,16 @@ import inspect
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from flexc.errors import InputError, InternalError
 from flexc.reference import eager, reference, scores
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _EPS32 = torch.finfo(torch.float32).eps
 
@@ -87,6 +88,8 @@ class CheckReport:
 
     def table(self) -> Table:
         """The rows for a terminal."""
+        from rich.table import Table
+
         table = Table(title=self.title, title_justify="left")
         for heading in ("tensor", "error", "eager's error", "allowed", "largest value", "worst at", ""):
             table.add_column(heading, justify="left" if heading in ("tensor", "worst at", "") else "right")
@@ -97,6 +100,8 @@ class CheckReport:
         return table
 
     def __str__(self) -> str:
+        from rich.console import Console
+
         text = io.StringIO()
         Console(file=text, width=140, color_system=None).print(self.table())
         return text.getvalue().rstrip() + (f"\n{self.nan_scores}" if self.nan_scores else "")
@@ -117,6 +122,8 @@ def check(kernel: Any, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None =
     """
     report = compare(kernel, q, k, v, kernel.captured(q, k, v), scale=scale, seed=seed)
     if not quiet:
+        from rich.console import Console
+
         console = Console()
         console.print(report.table())
         if report.nan_scores:

@@ -36,6 +36,10 @@ class UnsupportedError(FlexcError, NotImplementedError):
     """Legal, but not available on this backend or device: names the limit and the backend."""
 
 
+class NoCompileError(FlexcError, RuntimeError):
+    """A call needs a kernel that is not compiled yet, and FLEXC_NO_COMPILE=1 forbids compiling: names the variant and why."""
+
+
 class SettingError(FlexcError, ValueError):
     """A FLEXC_* variable has a value that is not one of its values."""
 

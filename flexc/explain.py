@@ -9,10 +9,15 @@ from typing import TYPE_CHECKING
 from flexc.ir.graph import Graph, Node, topological
 from flexc.passes.affine import as_mathematics
 from flexc.passes.dependence import rates
-from flexc.sparsity import BlockMap
+from flexc.sparsity import BlockMap, Certificate
+from flexc.sparsity.certificate import certify
 
 if TYPE_CHECKING:
     from flexc.launch import Launch
+
+
+_MOST_BLOCKS = 512  # evaluated at most to count pairs
+_COMPARED = 256  # compared with the mask to find out what stops proofs
 
 
 @dataclass(frozen=True)
@@ -22,7 +27,7 @@ class Explanation:
     Attributes:
         name: of the variant.
         mathematics: lines that say what the score and the mask are.
-        unmasked_share: allowed pairs of all pairs.
+        unmasked_share: allowed pairs of all pairs; an estimate if `is_estimated`, where counting them all would take too long.
         flops_forward, flops_backward: floating-point operations of the matrix products on allowed pairs: 4 and 10 each for D = Dv.
         bytes_forward: q, k, v read and out, lse written once.
         roofline_ms: the least time of the forward pass on this device, None where its peaks are unknown.
@@ -30,11 +35,13 @@ class Explanation:
         loads: (captured tensor, index, rate) of each read.
         copied: inputs whose last dimension is not contiguous; each costs one copy.
         backend, reason, plan, blocks: as on the kernel.
+        certificate: a comparison of some blocks with the mask, where bounds alone did not decide all that are empty or full; else None.
     """
 
     name: str
     mathematics: tuple[str, ...]
     unmasked_share: float
+    is_estimated: bool
     flops_forward: float
     flops_backward: float
     bytes_forward: int
@@ -46,20 +53,19 @@ class Explanation:
     reason: str
     plan: str
     blocks: BlockMap
+    certificate: Certificate | None
     device: str
 
     def __str__(self) -> str:
         blocks, counts = self.blocks, self.blocks.counts()
-        kinds = ", ".join(f"{counts[kind]} {kind}" for kind in ("full", "partial", "empty"))
-        found = (
-            f"{blocks.proved} by proof, {blocks.sampled} by two pairs, {blocks.evaluated} by evaluation, {blocks.undecided} left partial"
-        )
-        forward, backward = f"{self.flops_forward / 1e9:.3f} GFLOP forward", f"{self.flops_backward / 1e9:.3f} backward"
+        kinds = ", ".join(f"{counts[kind]:,} {kind}" for kind in ("full", "partial", "empty"))
+        about = "about " if self.is_estimated else ""
+        forward, backward = f"{about}{self.flops_forward / 1e9:.3f} GFLOP forward", f"{self.flops_backward / 1e9:.3f} backward"
         traffic, workspace = self.bytes_forward / 2**20, self.workspace_bytes / 2**20
         lines = [f"{self.name}", "", *(f"  {line}" for line in self.mathematics), ""]
-        lines.append(f"  allowed     {self.unmasked_share:.2%} of all pairs")
+        lines.append(f"  allowed     {about}{self.unmasked_share:.2%} of all pairs")
         lines.append(f"  blocks      {kinds} of {blocks.block[0]}x{blocks.block[1]} tokens")
-        lines.append(f"  decided     {found}")
+        lines += [f"  {line}" for line in _decided(blocks, self.certificate)]
         lines.append(f"  work        {forward}, {backward}")
         lines.append(f"  traffic     {traffic:.2f} MiB forward, {workspace:.2f} MiB workspace backward")
         if self.roofline_ms is not None:
@@ -70,6 +76,26 @@ class Explanation:
             lines.append(f"  copies      {name}: its last dimension is not contiguous")
         lines += [f"  backend     {self.backend}: {self.reason}", "", *(f"  {line}" for line in self.plan.splitlines())]
         return "\n".join(lines)
+
+
+def _decided(blocks: BlockMap, certificate: Certificate | None) -> list[str]:
+    """Lines on how the blocks were decided, and how to rewrite what bounds could not see."""
+    proof = blocks.proof
+    ways = [f"{proof.bounds:,} by bounds"]
+    ways += [f"{proof.mixed:,} partial by a period that every block mixes"] if proof.mixed else []
+    ways += [f"{proof.sampled:,} partial by two pairs"] if proof.sampled else []
+    ways += [f"{proof.evaluated:,} fell back to evaluation of all their pairs"] if proof.evaluated else []
+    ways += [f"{proof.undecided:,} left partial, undecided"] if proof.undecided else []
+    lines = [f"decided     {', '.join(ways)}"]
+    if certificate is None:
+        return lines
+    if certificate.loose:
+        about = "" if certificate.is_complete else "about "
+        lines.append(f"loose       {about}{certificate.loose_share:.2%} of all blocks are called partial and are empty or full")
+    for stopper in certificate.stoppers:
+        place = f" at {stopper.where}" if stopper.where else ""
+        lines += [f"rewrite     `{stopper.expression}`{place}:", f"            {stopper.why}"]
+    return lines
 
 
 _RATE_WORDS = {
@@ -85,7 +111,10 @@ _RATE_WORDS = {
 def explain(launch: Launch, blocks: BlockMap, scale: float, copied: list[str], name: str) -> Explanation:
     """The explanation of a launch."""
     artifact, shapes = launch.artifact, launch.shapes
-    share = blocks.unmasked_share()
+    share = blocks.unmasked_share(most_blocks=_MOST_BLOCKS)
+    proof = blocks.proof
+    # reach_pairs=0: which queries see nothing is a question for `blocks.certify`, and takes longer.
+    certificate = certify(blocks, _COMPARED, 0, reach_pairs=0) if proof.evaluated or proof.undecided else None
     pairs = share * shapes.batch * shapes.heads_q * shapes.q_len * shapes.kv_len
     element = shapes.dtype.itemsize
     queries, keys = shapes.batch * shapes.heads_q * shapes.q_len, shapes.batch * shapes.heads_kv * shapes.kv_len
@@ -100,6 +129,7 @@ def explain(launch: Launch, blocks: BlockMap, scale: float, copied: list[str], n
         name=name,
         mathematics=tuple(_mathematics(artifact.graph, scale)),
         unmasked_share=share,
+        is_estimated=blocks.counts()["partial"] > _MOST_BLOCKS,
         flops_forward=forward,
         flops_backward=2 * pairs * (3 * shapes.head_dim + 2 * shapes.head_dim_v),
         bytes_forward=bytes_forward,
@@ -111,6 +141,7 @@ def explain(launch: Launch, blocks: BlockMap, scale: float, copied: list[str], n
         reason=artifact.reason,
         plan=str(artifact.plan),
         blocks=blocks,
+        certificate=certificate,
         device=target.name,
     )
 

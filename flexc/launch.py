@@ -8,14 +8,15 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from flexc import sparsity
-from flexc.backends import Call, Options, Shapes
+from flexc import settings, sparsity
+from flexc.backends import Call, Options, Shapes, is_interpreted
+from flexc.errors import UnsupportedError
 from flexc.pipeline import Artifact
-from flexc.sparsity import BlockMap
+from flexc.sparsity import BlockMap, Walk
 
 Tensor = torch.Tensor
 
@@ -55,13 +56,33 @@ class Launch:
         """No batch, no query or no key: there is nothing to launch."""
         return not (self.shapes.batch and self.shapes.q_len and self.shapes.kv_len)
 
-    def block_maps(self, tensors: Sequence[Tensor], device: torch.device, kernels: Sequence[str] | None = None) -> dict[str, BlockMap]:
+    def block_maps(self, tensors: Sequence[Tensor], device: torch.device, kernels: Sequence[str] | None = None) -> dict[str, WalkedMap]:
         """The maps that the module's kernels (or those named) walk, classified at first need."""
         blocks = self.artifact.map_blocks
-        return {name: MAPS.get(self, block, tensors, device) for name, block in blocks.items() if kernels is None or name in kernels}
+        return {name: MAPS.walked(self, block, tensors, device) for name, block in blocks.items() if kernels is None or name in kernels}
 
     def _call(self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor]) -> Call:
         return Call(q, k, v, self.scale, tuple(tensors), self.scalars)
+
+
+class WalkedMap(Protocol):
+    """What kernels need of a block map."""
+
+    def row_walk(self) -> Walk:
+        """For each query block the key blocks to visit."""
+        ...
+
+    def column_walk(self) -> Walk:
+        """For each key block the query blocks to visit."""
+        ...
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that it holds."""
+        ...
+
+
+_FEW_BLOCKS = 2**16  # with no more of them, what bounds leave open is evaluated in the same launch
 
 
 @dataclass
@@ -79,35 +100,49 @@ class MapCache:
     _kept: OrderedDict[tuple, _Kept] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def get(self, launch: Launch, block: tuple[int, int], tensors: Sequence[Tensor], device: torch.device) -> BlockMap:
-        """The map for a launch, with `block` = (query tokens, key tokens) per block."""
+    def blocks(self, launch: Launch, block: tuple[int, int], tensors: Sequence[Tensor], device: torch.device) -> BlockMap:
+        """The map for a launch, to look at: with `block` = (query tokens, key tokens) per block."""
+        return self._found(launch, block, tensors, device, False)
+
+    def walked(self, launch: Launch, block: tuple[int, int], tensors: Sequence[Tensor], device: torch.device) -> WalkedMap:
+        """The map for a launch as its kernels walk it: from generated kernels on a GPU, if FLEXC_DEVICE_MAPS says so.
+
+        Raises:
+            UnsupportedError: a CUDA graph is being captured, and finding the blocks would have to wait for the GPU.
+        """
+        by_kernels = settings.current().device_maps and (device.type == "cuda" or is_interpreted())
+        return self._found(launch, block, tensors, device, by_kernels)
+
+    def _found(self, launch: Launch, block: tuple[int, int], tensors: Sequence[Tensor], device: torch.device, by_kernels: bool) -> Any:
         alone, shapes = launch.artifact.mask_alone, launch.shapes
         read = [tensors[slot] for slot in alone.tensor_slots]
         scalars = [launch.scalars[slot] for slot in alone.scalar_slots]
         lengths = (shapes.batch, shapes.heads_q, shapes.q_len, shapes.kv_len)
         # Numbers as text: 0.0 == -0.0, and NaN is not NaN.
-        key = (alone.graph.mask, block, lengths, tuple(map(repr, scalars)), device, tuple(map(id, read)))
+        key = (alone.graph.mask, block, lengths, tuple(map(repr, scalars)), device, by_kernels, tuple(map(id, read)))
         versions = tuple(map(_version, read))
+        # What a graph replays must find the blocks of what the tensors hold then, not now.
+        follows = bool(read) and device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         with self._lock:
             found = self._kept.get(key)
-            if found is not None and found.holds_for(read, versions):
+            if found is not None and not follows and found.holds_for(read, versions):
                 self._kept.move_to_end(key)
                 return found.blocks
+        sizes = {"batch": shapes.batch, "heads": shapes.heads_q, "block": block}
+        captured = {"tensors": [tensor.detach() for tensor in read], "scalars": scalars, "device": device}
         with torch.no_grad():
-            blocks = sparsity.classify(
-                alone.graph,
-                shapes.q_len,
-                shapes.kv_len,
-                batch=shapes.batch,
-                heads=shapes.heads_q,
-                block=block,
-                tensors=[tensor.detach() for tensor in read],
-                scalars=scalars,
-                device=device,
-            )
-        with self._lock:
-            self._kept[key] = _Kept(tuple(map(weakref.ref, read)), versions, blocks)
-            self._evict()
+            if by_kernels:
+                from flexc.block_kernels import build_on_gpu
+
+                exact = math.ceil(shapes.q_len / block[0]) * math.ceil(shapes.kv_len / block[1]) <= _FEW_BLOCKS
+                blocks = build_on_gpu(alone.graph, shapes.q_len, shapes.kv_len, **sizes, **captured, exact=exact, title=launch.title)
+            else:
+                _refuse_waiting(device)
+                blocks = sparsity.classify(alone.graph, shapes.q_len, shapes.kv_len, **sizes, **captured)
+        if not follows:
+            with self._lock:
+                self._kept[key] = _Kept(tuple(map(weakref.ref, read)), versions, blocks)
+                self._evict()
         return blocks
 
     def clear(self) -> None:
@@ -131,7 +166,7 @@ class _Kept:
 
     references: tuple[weakref.ref[Tensor], ...]
     versions: tuple
-    blocks: BlockMap
+    blocks: WalkedMap
 
     def holds_for(self, read: Sequence[Tensor], versions: tuple) -> bool:
         if None in versions or self.versions != versions:
@@ -144,10 +179,18 @@ class _Kept:
 
     @property
     def size_bytes(self) -> int:
-        return self.blocks.kind.numel()
+        return self.blocks.size_bytes
 
 
 MAPS = MapCache()
+
+
+def _refuse_waiting(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "a CUDA graph is being captured, and the blocks of the mask are not known yet: finding them waits for the GPU. Call the kernel "
+            "once before the capture if the mask's tensors do not change, or set FLEXC_DEVICE_MAPS=1"
+        )
 
 
 def _version(tensor: Tensor) -> Any:

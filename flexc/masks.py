@@ -12,6 +12,7 @@ import torch
 
 from flexc.algebra import Mask, mask
 from flexc.errors import InputError, ShapeError
+from flexc.pickling import made_again
 
 Tensor = torch.Tensor
 
@@ -31,6 +32,7 @@ def causal(batch, head, q_idx, kv_idx):
     return q_idx >= kv_idx
 
 
+@made_again
 def sliding_window(width: int) -> Mask:
     """A query sees the last `width` tokens, itself included: 0 <= q_idx - kv_idx < width.
 
@@ -45,6 +47,7 @@ def sliding_window(width: int) -> Mask:
     return Mask(sliding_window)
 
 
+@made_again
 def prefix(length: int | Tensor) -> Mask:
     """Every query sees the first `length` keys. A prefix language model is `causal | prefix(length)`, see `prefix_lm`.
 
@@ -54,6 +57,7 @@ def prefix(length: int | Tensor) -> Mask:
     return Mask(_first_keys("prefix", length), "prefix")
 
 
+@made_again
 def prefix_lm(length: int | Tensor) -> Mask:
     """Both directions inside the first `length` tokens, causal after them. `length` as in `prefix`.
 
@@ -64,6 +68,7 @@ def prefix_lm(length: int | Tensor) -> Mask:
     return combined
 
 
+@made_again
 def document(doc_ids: Tensor, kv_doc_ids: Tensor | None = None) -> Mask:
     """Tokens see each other only inside one document of a packed sequence.
 
@@ -92,6 +97,7 @@ def document(doc_ids: Tensor, kv_doc_ids: Tensor | None = None) -> Mask:
     return Mask(document)
 
 
+@made_again
 def dilated(width: int, step: int) -> Mask:
     """A query sees `width` keys that lie `step` tokens apart: q_idx - kv_idx is 0, step, 2 step, …, (width - 1) step.
 
@@ -107,6 +113,7 @@ def dilated(width: int, step: int) -> Mask:
     return Mask(dilated)
 
 
+@made_again
 def block_diagonal(block: int) -> Mask:
     """Tokens see each other only inside blocks of `block` tokens: q_idx // block == kv_idx // block."""
     block = _positive("block", block)
@@ -117,6 +124,7 @@ def block_diagonal(block: int) -> Mask:
     return Mask(block_diagonal)
 
 
+@made_again
 def neighborhood_2d(width: int, radius: int | tuple[int, int]) -> Mask:
     """Tokens are cells of a grid, row after row, `width` cells a row; a cell sees the cells at most `radius` away in each direction.
 
@@ -138,6 +146,7 @@ def neighborhood_2d(width: int, radius: int | tuple[int, int]) -> Mask:
     return Mask(neighborhood_2d)
 
 
+@made_again
 def padding(lengths_or_table: int | Tensor) -> Mask:
     """Keys that are padding are seen by nobody.
 
@@ -163,6 +172,7 @@ def padding(lengths_or_table: int | Tensor) -> Mask:
     return Mask(padding)
 
 
+@made_again
 def sinks(count: int) -> Mask:
     """A query sees the first `count` tokens, as far as they are not after it: `sliding_window(width) | sinks(4)`.
 

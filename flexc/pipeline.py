@@ -21,12 +21,13 @@ import torch
 from flexc import backends, frontend, passes, settings
 from flexc.backends import Backend, Options, Shapes
 from flexc.codegen.templates import template_source
+from flexc.compile_log import BinaryLog, Compilation, Request, forget_history, reason_for, record, refuse_if_forbidden
 from flexc.errors import InputError, SettingError
 from flexc.ir.graph import Graph, Node, Rewriter, make, topological
 from flexc.runtime.cache import cache_of
 from flexc.runtime.key import key_of
 from flexc.runtime.module import load_module
-from flexc.target import Target
+from flexc.target import KNOWN, Target
 
 __all__ = ["Artifact", "Options", "Shapes", "compile_attention", "compile_for"]
 
@@ -45,7 +46,9 @@ class Artifact:
         target: what it is for.
         key: digest of everything that the module depends on.
         path: the file that the module was loaded from.
-        seconds: time spent on passes, plan, text and loading.
+        seconds: time spent on passes, plan and text.
+        title: what the user calls the variant.
+        because: why it was compiled, in words.
     """
 
     traced: Graph
@@ -59,14 +62,25 @@ class Artifact:
     key: str
     path: Path
     seconds: float
+    title: str
+    because: str
     _module: ModuleType | None = field(default=None, repr=False)
 
     @property
     def module(self) -> ModuleType:
         """The generated module, loaded at first use from the file at `path`."""
         if self._module is None:
-            self._module = load_module(self.source, self.path)
+            self._module = self.fresh_module()
         return self._module
+
+    def fresh_module(self) -> ModuleType:
+        """The generated module, loaded once more. Machine code that its launches compile is in the log."""
+        module = load_module(self.source, self.path)
+        if self.backend is backends.TRITON and not backends.is_interpreted():
+            from flexc.runtime.triton_binaries import watch
+
+            watch(module, BinaryLog(self.title, self.backend.name, self.target.arch, self.because, self.key))
+        return module
 
     @cached_property
     def map_blocks(self) -> dict[str, tuple[int, int]]:
@@ -132,22 +146,63 @@ class MaskAlone:
 
 
 def compile_attention(
-    traced: Graph, shapes: Shapes, target: Target, backend: Backend, reason: str, options: Options, title: str
+    traced: Graph, shapes: Shapes, target: Target, backend: Backend, reason: str, options: Options, title: str, because: str = "asked for"
 ) -> Artifact:
-    """A traced graph through every stage. See the module for the order."""
+    """A traced graph through every stage. See the module for the order.
+
+    Args:
+        reason: why this backend; because: why anything is compiled, for the log.
+
+    Raises:
+        NoCompileError: it is not in the disk cache, and FLEXC_NO_COMPILE=1.
+    """
     started = time.perf_counter()
     _claim_lines(traced)
     graph = passes.run(traced)  #                       graph → graph, verified after every pass
     lowered = backend.lower(graph)  #                   derivative factors; the backend's own domain
-    plan = backend.plan(lowered, shapes, target, options)  # every choice, as plain data
-    key = _key(traced, lowered, plan, target, backend, title)
+    code_target = _as_code_sees(target)
+    plan = backend.plan(lowered, shapes, code_target, options)  # every choice, as plain data
+    key = _key(traced, lowered, plan, code_target, backend, title)
+    is_printed = False
+
+    def emit() -> str:
+        nonlocal is_printed
+        is_printed = True
+        return backend.emit(lowered, plan, code_target, title)
+
+    def missing(damage: str | None) -> None:
+        nonlocal because
+        because = f"{because}; the entry in the disk cache is damaged: {damage}" if damage else because
+        refuse_if_forbidden(title, because, backend.name, target.arch, key)
+
     # kernel source: the cache's; the backend prints it if the cache has none
-    source, path = _kept(key, lambda: backend.emit(lowered, plan, target, title), plan, target, backend)
+    source, path = _kept(key, missing, emit, plan, target, backend)
     if settings.current().override is not None:
         reason = f"{reason}; FLEXC_OVERRIDE replaces its source by {path}"
-    artifact = Artifact(traced, graph, lowered, plan, source, backend, reason, target, key, path, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    record(Compilation("source", title, backend.name, target.arch, because, not is_printed, seconds, key))
+    artifact = Artifact(traced, graph, lowered, plan, source, backend, reason, target, key, path, seconds, title, because)
     _dump(artifact)
     return artifact
+
+
+def _as_code_sees(target: Target) -> Target:
+    """The target without its name and rates, which no code depends on; machines of one architecture share what was compiled for it.
+
+    A part with the figures that are published for its architecture is the published one. Its L2 cache may differ by a quarter: drivers
+    count it in several ways, and it only guides the order of work.
+    """
+    known = KNOWN.get(target.arch, target)
+    figures = ("sm_count", "smem_bytes", "regs_per_sm")
+    is_known = all(getattr(target, name) == getattr(known, name) for name in figures)
+    if is_known and 4 * abs(target.l2_bytes - known.l2_bytes) <= known.l2_bytes:
+        target = known
+    return dataclasses.replace(target, name="", peak_tflops=0.0, dram_gb_per_s=0.0)
+
+
+def _because(trace: Any, shapes: Shapes, target: Target, backend: Backend, options: Options) -> str:
+    request = Request(trace.captures, backend.name, target.arch, shapes, options, backend.reads)
+    return reason_for(request)
 
 
 def _claim_lines(traced: Graph) -> None:
@@ -184,7 +239,9 @@ def compile_for(
     if chosen is backends.CPU and target.is_gpu:
         raise InputError(f'the cpu backend compiles for the CPU: expected the target "cpu", got {target.arch!r}')
     trace, _ = frontend.trace(score_mod, mask_mod)
-    artifact = compile_attention(trace.graph, shapes, target, chosen, reason, options or Options(), title_of(score_mod, mask_mod))
+    options = options or Options()
+    because = _because(trace, shapes, target, chosen, options)
+    artifact = compile_attention(trace.graph, shapes, target, chosen, reason, options, title_of(score_mod, mask_mod), because)
     return _Directed(**{f.name: getattr(artifact, f.name) for f in dataclasses.fields(artifact)}, kernels=_KERNELS[direction])
 
 
@@ -221,7 +278,8 @@ def artifact_for(trace: Any, shapes: Shapes, target: Target, backend: Backend, r
         with _lock:
             found = _artifacts.get(key)
             if found is None:
-                found = compile_attention(trace.graph, shapes, target, backend, reason, options, title)
+                because = _because(trace, shapes, target, backend, options)
+                found = compile_attention(trace.graph, shapes, target, backend, reason, options, title, because)
                 _artifacts[key] = found
                 if len(_artifacts) > _MOST_ARTIFACTS:
                     _artifacts.popitem(last=False)
@@ -233,6 +291,7 @@ def clear_cache() -> None:
     with _lock:
         _artifacts.clear()
     frontend.clear_cache()
+    forget_history()
 
 
 # --- on disk ------------------------------------------------------------------------------------------------------------------------
@@ -274,8 +333,13 @@ def _generator_digest(backend: Backend) -> str:
     return digest.hexdigest()
 
 
-def _kept(key: str, emit: Callable[[], str], plan: Any, target: Target, backend: Backend) -> tuple[str, Path]:
-    """The text and the file to load it from: the cache's, made by `emit` if it has none, or under FLEXC_OVERRIDE the user's."""
+def _kept(
+    key: str, missing: Callable[[str | None], None], emit: Callable[[], str], plan: Any, target: Target, backend: Backend
+) -> tuple[str, Path]:
+    """The text and the file to load it from: the cache's, made by `emit` if it has none, or under FLEXC_OVERRIDE the user's.
+
+    `missing` is told before anything is made or locked, with what is wrong with the entry if there is one; it may raise.
+    """
     current = settings.current()
     if current.override is not None:
         file = current.override / _OVERRIDDEN
@@ -285,6 +349,7 @@ def _kept(key: str, emit: Callable[[], str], plan: Any, target: Target, backend:
     store = cache_of(current)
     entry = store.get(key)
     if entry is None:
+        missing(store.damage(key))
         with store.lock(key):
             entry = store.get(key) or store.put(
                 key, {"kernel.py": emit()}, {"plan": str(plan), "target": target.arch, "backend": backend.name}

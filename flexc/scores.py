@@ -1,4 +1,4 @@
-"""The usual score functions: each call makes a plain function (score, batch, head, q_idx, kv_idx) → score.
+"""The usual score functions: each call makes a function (score, batch, head, q_idx, kv_idx) → score, which can be copied and pickled.
 
 Scores are float32 and already scaled (scale · q·k); softmax follows. Captured tensors that require a gradient receive it.
 """
@@ -12,9 +12,34 @@ from typing import Any
 import torch
 
 from flexc.errors import InputError, ShapeError
+from flexc.pickling import Recipe, follow, made_again
 
 Tensor = torch.Tensor
-ScoreFunction = Callable[..., Any]
+
+
+class Score:
+    """A score function that a factory of this module made. Calling it calls the function; it pickles as the factory and its arguments.
+
+    Attributes:
+        __flexc_function__: the plain function, for the tracer.
+        recipe: the factory and its arguments.
+    """
+
+    recipe: Recipe
+
+    def __init__(self, function: Callable[..., Any]):
+        self.__flexc_function__ = function
+        self.__name__ = function.__name__
+        self.__doc__ = function.__doc__
+
+    def __call__(self, score: Any, batch: Any, head: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return self.__flexc_function__(score, batch, head, q_idx, kv_idx)
+
+    def __repr__(self) -> str:
+        return f"<flexc score function {self.__name__}>"
+
+    def __reduce__(self) -> tuple:
+        return follow, (self.recipe,)
 
 
 def alibi_slopes(heads: int) -> Tensor:
@@ -32,7 +57,8 @@ def alibi_slopes(heads: int) -> Tensor:
     return torch.tensor((slopes + between)[:heads], dtype=torch.float32)
 
 
-def alibi(slopes: Tensor | int, *, device: torch.device | str | None = None) -> ScoreFunction:
+@made_again
+def alibi(slopes: Tensor | int, *, device: torch.device | str | None = None) -> Score:
     """Subtract slopes[head] for each token of distance: score - slopes[head] * (q_idx - kv_idx).
 
     Meant for causal attention: for keys after the query it adds. See `distance_bias` for both directions.
@@ -48,10 +74,11 @@ def alibi(slopes: Tensor | int, *, device: torch.device | str | None = None) -> 
     def alibi(score, batch, head, q_idx, kv_idx):
         return score - table[head] * (q_idx - kv_idx)
 
-    return alibi
+    return Score(alibi)
 
 
-def distance_bias(weight: float | Tensor) -> ScoreFunction:
+@made_again
+def distance_bias(weight: float | Tensor) -> Score:
     """Subtract `weight` for each token of distance, in both directions: score - weight * |q_idx - kv_idx|.
 
     Args:
@@ -69,10 +96,11 @@ def distance_bias(weight: float | Tensor) -> ScoreFunction:
         def distance_bias(score, batch, head, q_idx, kv_idx):
             return score - weight * abs(q_idx - kv_idx)
 
-    return distance_bias
+    return Score(distance_bias)
 
 
-def soft_cap(cap: float) -> ScoreFunction:
+@made_again
+def soft_cap(cap: float) -> Score:
     """Keep scores inside (-cap, cap), smoothly: cap * tanh(score / cap).
 
     Source: logit soft-capping of Gemma 2, arXiv:2408.00118.
@@ -86,10 +114,11 @@ def soft_cap(cap: float) -> ScoreFunction:
     def soft_cap(score, batch, head, q_idx, kv_idx):
         return cap * torch.tanh(score / cap)
 
-    return soft_cap
+    return Score(soft_cap)
 
 
-def temperature(values: float | Tensor) -> ScoreFunction:
+@made_again
+def temperature(values: float | Tensor) -> Score:
     """Divide the score by a temperature: above 1 attention spreads, below 1 it sharpens.
 
     Args:
@@ -107,10 +136,11 @@ def temperature(values: float | Tensor) -> ScoreFunction:
         def temperature(score, batch, head, q_idx, kv_idx):
             return score / values
 
-    return temperature
+    return Score(temperature)
 
 
-def relative_bias(table: Tensor) -> ScoreFunction:
+@made_again
+def relative_bias(table: Tensor) -> Score:
     """Add a learned bias for the distance q_idx - kv_idx; distances past the table use its ends.
 
     Args:
@@ -132,10 +162,11 @@ def relative_bias(table: Tensor) -> ScoreFunction:
         def relative_bias(score, batch, head, q_idx, kv_idx):
             return score + table[head, torch.clamp(q_idx - kv_idx, -reach, reach) + reach]
 
-    return relative_bias
+    return Score(relative_bias)
 
 
-def bucketed_bias(table: Tensor, *, max_distance: int = 128, bidirectional: bool = True) -> ScoreFunction:
+@made_again
+def bucketed_bias(table: Tensor, *, max_distance: int = 128, bidirectional: bool = True) -> Score:
     """Add the relative bias of T5: exact buckets for near keys, logarithmic ones up to `max_distance`, one for all beyond.
 
     Args:
@@ -152,7 +183,7 @@ def bucketed_bias(table: Tensor, *, max_distance: int = 128, bidirectional: bool
         distance = torch.clamp(q_idx - kv_idx, -max_distance, max_distance)
         return score + table[buckets[distance + max_distance], head]
 
-    return bucketed_bias
+    return Score(bucketed_bias)
 
 
 def bucket_of_distance(buckets: int, max_distance: int, bidirectional: bool) -> Tensor:

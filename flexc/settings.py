@@ -113,6 +113,16 @@ TABLE: tuple[Setting, ...] = (
         "1: read and write no disk cache; sources live in a temporary folder for as long as the process does.",
     ),
     Setting(
+        "FLEXC_NO_COMPILE",
+        "no_compile",
+        "0 or 1",
+        False,
+        "0",
+        _switch,
+        False,
+        "1: raise where a call would compile something; what the disk cache has is loaded. For servers, after `kernel.warmup`.",
+    ),
+    Setting(
         "FLEXC_DUMP",
         "dump",
         "folder",
@@ -143,6 +153,16 @@ TABLE: tuple[Setting, ...] = (
         "1: evaluate the graph in plain PyTorch, where `print` and `breakpoint` work.",
     ),
     Setting(
+        "FLEXC_DEVICE_MAPS",
+        "device_maps",
+        "0 or 1",
+        False,
+        "0",
+        _switch,
+        False,
+        "1: on a GPU, generated kernels find the blocks of a mask; nothing waits for the host, and a CUDA graph follows masks that change.",
+    ),
+    Setting(
         "FLEXC_CHECK",
         "check",
         "0 or 1",
@@ -168,9 +188,11 @@ class Settings:
     cache_dir: Path
     cache_size_bytes: int
     no_disk_cache: bool
+    no_compile: bool
     dump: Path | None
     override: Path | None
     eager: bool
+    device_maps: bool
     check: bool
 
     def key(self) -> dict[str, Any]:

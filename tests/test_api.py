@@ -439,16 +439,3 @@ def test_decorated_kernel_is_pickled_by_name(kernel):
 def test_kernel_of_a_local_function_says_why_it_cannot_be_pickled():
     with pytest.raises((pickle.PicklingError, AttributeError), match="local object .*<lambda>"):
         pickle.dumps(flexc.attention(lambda s, b, h, i, j: s))
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
-def test_function_transforms_are_refused():
-    """Until there is a custom operator: PyTorch says what an autograd function lacks for them, and nothing is computed wrong."""
-    q, k, v = qkv(q_len=8)
-    kernel = flexc.attention(None, causal)
-    with pytest.raises(RuntimeError, match="setup_context"):
-        torch.func.grad(lambda q: kernel(q, k, v).sum())(q)
-    with pytest.raises(RuntimeError, match="setup_context"):
-        torch.func.vmap(lambda q: kernel(q, k, v))(q[None])
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
-        kernel(torch.autograd.forward_ad.make_dual(q, q), k, v)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import io
+import itertools
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +15,7 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-MODULES = ("attention", "measure", "patterns", "systems", "tables")
+MODULES = ("attention", "compile_time", "measure", "patterns", "systems", "tables")
 
 
 @pytest.fixture
@@ -181,3 +184,69 @@ def test_unknown_names_are_refused(bench, capsys):
     with pytest.raises(SystemExit):
         bench["attention"].main(["--patterns", "casual"])
     assert "unknown: casual; known: full, causal" in capsys.readouterr().err
+
+
+# --- compile_time.py -------------------------------------------------------------------------------------------------------------------
+
+
+def compile_times(bench, monkeypatch, capsys, process, *arguments):
+    """What the program prints when its processes are replaced."""
+    program = bench["compile_time"]
+    monkeypatch.setattr(program, "in_fresh_process", process)
+    program.main(["--device", "cpu", "--backend", "cpu", *arguments])
+    return capsys.readouterr().out
+
+
+def test_compile_times_are_medians_of_cold_and_second_processes(bench, monkeypatch, capsys):
+    seen = []
+
+    def process(name, options, cache, timeout):
+        seen.append((name, cache.name))
+        return dict.fromkeys(bench["compile_time"].COLUMNS, float(10 ** len(seen)))
+
+    text = compile_times(bench, monkeypatch, capsys, process, "--patterns", "causal", "--runs", "3")
+    assert seen == [("causal", "causal-0"), ("causal", "causal-1"), ("causal", "causal-2")] * 2  # the second finds the caches of the first
+    rows = [line for line in text.splitlines() if line.startswith("│ causal")]
+    assert ["100.0" in row for row in rows] == [True, False] and ["100000.0" in row for row in rows] == [False, True]
+
+
+def test_a_process_that_fails_or_hangs_leaves_the_others(bench, monkeypatch, capsys):
+    def process(name, options, cache, timeout):
+        if name == "full":
+            raise RuntimeError("exit status 1: no compiler")
+        if name == "sliding":
+            raise subprocess.TimeoutExpired("python", timeout)
+        return dict.fromkeys(bench["compile_time"].COLUMNS, 7.0)
+
+    text = compile_times(bench, monkeypatch, capsys, process, "--patterns", "full,sliding,causal")
+    assert "full, cold: RuntimeError: exit status 1: no compiler" in text and "sliding, second process: TimeoutExpired" in text
+    assert "causal, cold: " in text and "│ causal" in text and "│ full" not in text
+
+
+def test_no_process_starts_when_the_time_is_over(bench, monkeypatch, capsys):
+    clock = itertools.count(0.0, 30.0)
+    monkeypatch.setattr(bench["compile_time"].time, "monotonic", lambda: next(clock))
+    limits = []
+
+    def process(name, options, cache, timeout):
+        limits.append(timeout)
+        return dict.fromkeys(bench["compile_time"].COLUMNS, 7.0)
+
+    text = compile_times(bench, monkeypatch, capsys, process, "--patterns", "full,causal,sliding", "--seconds", "80")
+    assert limits == [55.0, 25.0]  # the rest of 80 seconds, and five
+    assert "sliding, cold: not measured, 80 seconds are over" in text
+
+
+def test_what_a_failing_process_printed_is_told(bench, tmp_path):
+    program = bench["compile_time"]
+    options = argparse.Namespace(backend="nonsense", shape="1,1,1,16,16,8", device="cpu")
+    with pytest.raises(RuntimeError, match="exit status 1: .*unknown backend 'nonsense'"):
+        program.in_fresh_process("causal", options, tmp_path, 60.0)
+
+
+def test_compile_times_of_a_fresh_process(bench, tmp_path):
+    program = bench["compile_time"]
+    options = argparse.Namespace(backend="cpu", shape="1,1,1,16,16,8", device="cpu")
+    found = program.in_fresh_process("softcap_causal", options, tmp_path, 60.0)
+    assert set(found) == set(program.COLUMNS) and 0 < found["trace"] < found["forward"] and found["backward"] > 0
+    assert any((tmp_path / "flexc").rglob("*.py"))  # the caches that it was given

@@ -133,3 +133,58 @@ def test_roofline_on_a_known_device():
         assert found.roofline_ms == pytest.approx(max(arithmetic, traffic))
         assert (arithmetic > traffic) == (length == 8192)
         assert f"{found.roofline_ms:.4f} ms forward on H200" in str(found)
+
+
+# --- blocks ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_page_says_how_blocks_were_decided():
+    q, k, v = qkv(q_len=1024)
+    found = flexc.attention(None, causal).explain(q, k, v)
+    proof = found.blocks.proof
+    assert proof.bounds + proof.mixed + proof.sampled + proof.evaluated + proof.undecided == math.prod(found.blocks.shape)
+    assert f"decided     {proof.bounds} by bounds" in str(found)
+    assert found.certificate is None and "rewrite" not in str(found) and "fell back" not in str(found)
+
+
+def test_page_names_what_stopped_a_proof_and_how_to_rewrite_it():
+    def hidden(batch, head, q_idx, kv_idx):
+        return (q_idx >= kv_idx) & ((q_idx * 2 + kv_idx * 2) % 2 == 0)
+
+    q, k, v = qkv(q_len=1024)
+    found = flexc.attention(None, hidden).explain(q, k, v)
+    assert found.blocks.proof.evaluated > 0 and found.certificate is not None and not found.certificate.wrong
+    (stopper,) = found.certificate.stoppers
+    page = str(found)
+    assert f"{found.blocks.proof.evaluated} fell back to evaluation of all their pairs" in page
+    assert f"  rewrite     `(q_idx * 2 + kv_idx * 2) % 2` at {stopper.where}:\n              {stopper.why}\n" in page
+    assert stopper.where.startswith("test_explain.py:")
+
+
+def test_page_says_when_blocks_are_loose(monkeypatch):
+    """Past its limit, classification leaves blocks partial that nobody has looked at."""
+    from flexc.sparsity import by_evaluation
+
+    monkeypatch.setitem(by_evaluation._AUTO_PAIRS, "cpu", 0)
+    q, k, v = qkv(q_len=1000)
+    found = flexc.attention(None, lambda b, h, i, j: (i * 2 + j * 6) % 2 == 0).explain(q, k, v)
+    undecided = math.prod(found.blocks.shape)
+    assert found.blocks.proof.undecided == undecided
+    assert f"{undecided} left partial, undecided" in str(found)
+    full = (1000 // found.blocks.block[1]) * found.blocks.shape[2]  # a ragged last column is partial in truth
+    assert f"loose       {full / undecided:.2%} of all blocks are called partial and are empty or full" in str(found)
+
+
+def test_a_share_that_takes_long_to_count_is_an_estimate_and_says_so():
+    def window(batch, head, q_idx, kv_idx):
+        return 0 <= q_idx - kv_idx < 200
+
+    q, k, v = qkv(batch=1, heads=1, kv_heads=1, q_len=65536, dim=16)
+    found = flexc.attention(None, window).explain(q, k, v)
+    assert found.blocks.counts()["partial"] > 512 and found.is_estimated
+    pairs = sum(min(i + 1, 200) for i in range(65536))
+    assert found.unmasked_share == pytest.approx(pairs / 65536**2, rel=0.05) and found.unmasked_share != pairs / 65536**2
+    assert f"allowed     about {found.unmasked_share:.2%} of all pairs" in str(found) and "work        about" in str(found)
+    few = flexc.attention(None, window).explain(*(x[:, :, :4096] for x in (q, k, v)))
+    assert not few.is_estimated and "about" not in str(few)
+    assert few.unmasked_share == sum(min(i + 1, 200) for i in range(4096)) / 4096**2

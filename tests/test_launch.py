@@ -9,6 +9,7 @@ import torch
 
 import flexc
 from flexc import sparsity
+from flexc.errors import UnsupportedError
 from flexc.launch import MAPS, MapCache, _Kept
 from flexc.reference import reference
 from tests.accuracy import normal, qkv
@@ -210,9 +211,9 @@ def test_maps_of_tensors_that_are_gone_are_dropped():
     assert len(MAPS._kept) == 1
 
 
-@pytest.mark.parametrize(("limits", "left"), [({"most": 3}, 3), ({"most_bytes": 9}, 2), ({"most_bytes": 0}, 1)])
+@pytest.mark.parametrize(("limits", "left"), [({"most": 3}, 3), ({"most_bytes": 110}, 2), ({"most_bytes": 0}, 1)])
 def test_maps_used_least_recently_are_dropped(monkeypatch, limits, left):
-    """Each map here has four bytes: 2 x 2 blocks."""
+    """Each map here has 51 bytes: the runs of 2 x 2 blocks."""
     launch = importlib.import_module("flexc.launch")
     maps = MapCache(**limits)
     monkeypatch.setattr(launch, "MAPS", maps)
@@ -243,3 +244,12 @@ def test_number_on_the_cpu_is_copied_once_to_another_device():
     learned = torch.tensor(0.5, requires_grad=True)
     copies = [api._on_device(learned, "learned", meta) for _ in range(2)]
     assert copies[0] is not copies[1] and all(copy.grad_fn is not None for copy in copies)  # a graph of its own for each call
+
+
+def test_a_graph_that_is_being_captured_cannot_wait_for_blocks(monkeypatch):
+    """`classify` reads values from the device, which a capture forbids with an error of CUDA's."""
+    launch = importlib.import_module("flexc.launch")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    launch._refuse_waiting(torch.device("cpu"))
+    with pytest.raises(UnsupportedError, match="a CUDA graph is being captured.*FLEXC_DEVICE_MAPS=1"):
+        launch._refuse_waiting(torch.device("cuda"))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Any
-
-import jinja2
+from typing import TYPE_CHECKING, Any
 
 from flexc.errors import InternalError
+
+if TYPE_CHECKING:
+    import jinja2
 
 
 @cache
@@ -23,6 +24,8 @@ def template_folder() -> Path:
 
 @cache
 def _environment() -> jinja2.Environment:
+    import jinja2  # a process that finds all it needs in the cache does without
+
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(template_folder()),
         undefined=jinja2.StrictUndefined,
@@ -44,6 +47,8 @@ def render(name: str, **holes: Any) -> str:
     Raises:
         InternalError: the template is missing, or a hole that it reaches was not given.
     """
+    import jinja2
+
     try:
         return _environment().get_template(name).render(**holes)
     except jinja2.TemplateNotFound as error:

@@ -5,6 +5,7 @@ from flexc.frontend.functions import where as where
 from flexc.frontend.specialise import constant as constant
 from flexc.frontend.specialise import runtime as runtime
 from flexc.frontend.trace import Binding as Binding
+from flexc.frontend.trace import Captures as Captures
 from flexc.frontend.trace import Trace as Trace
 from flexc.frontend.trace import clear_cache as clear_cache
 from flexc.frontend.trace import trace as trace

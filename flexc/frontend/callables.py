@@ -19,11 +19,15 @@ from flexc.ir.graph import Location
 # Modules whose functions do not change and capture nothing of the user's.
 _FOREIGN = {"torch", "numpy", "scipy", "sympy", "triton", "jax", *sys.stdlib_module_names} - {"__main__"}
 _OURS = "flexc.frontend"
+_THEIR_FUNCTIONS_OF_PAIRS = "torch.nn.attention."  # masks and scores made there are closures over the user's, as those of paged attention
 
 
 def is_foreign(module: str | None) -> bool:
     """Whether functions and classes of this module are called as they are."""
-    return module is None or module.partition(".")[0] in _FOREIGN or module == _OURS or module.startswith(f"{_OURS}.")
+    if module is None:
+        return True
+    is_library = module.partition(".")[0] in _FOREIGN and not module.startswith(_THEIR_FUNCTIONS_OF_PAIRS)
+    return is_library or module == _OURS or module.startswith(f"{_OURS}.")
 
 
 def inner_function(value: Any) -> tuple[str, Any] | None:

@@ -89,6 +89,35 @@ def _ones_like(input: Any, *, dtype: Any = None, **options: Any) -> Any:
     return _full_like(input, 1, dtype=dtype)
 
 
+@named("new_full")
+def _new_full(self: Any, size: Any, fill_value: Any, *, dtype: Any = None, **options: Any) -> Any:
+    if len(size) if isinstance(size, tuple | list) else True:
+        refuse(f"a new tensor of shape {size}", why="a value of a kernel is one number", instead="shape (), or a Python number")
+    return _full_like(self, fill_value, dtype=dtype)
+
+
+@named("new_zeros")
+def _new_zeros(self: Any, *size: Any, dtype: Any = None, **options: Any) -> Any:
+    return _new_full(self, _only(size), 0, dtype=dtype)
+
+
+@named("new_ones")
+def _new_ones(self: Any, *size: Any, dtype: Any = None, **options: Any) -> Any:
+    return _new_full(self, _only(size), 1, dtype=dtype)
+
+
+@named("new_tensor")
+def _new_tensor(self: Any, data: Any, *, dtype: Any = None, **options: Any) -> Any:
+    if isinstance(data, tuple | list):
+        refuse("a new tensor of several numbers", why="a value of a kernel is one number", instead="a list, indexed")
+    return _full_like(self, data, dtype=dtype)
+
+
+def _only(size: tuple) -> Any:
+    """Sizes as given one by one or as one tuple."""
+    return size[0] if len(size) == 1 and isinstance(size[0], tuple | list) else size
+
+
 @named("clone", "contiguous", "positive", "squeeze", "expand_as", "cpu", "cuda", "conj", "real")
 def _itself(input: Any, *args: Any, **kwargs: Any) -> Any:
     return input if isinstance(input, Symbol) else Symbol(node_of(input))

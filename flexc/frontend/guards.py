@@ -71,11 +71,28 @@ class _Check:
 
 
 class Guards:
-    """The checks of one trace, in the order in which the captured values were met."""
+    """The checks of one trace, in the order in which the captured values were met.
+
+    Attributes:
+        numbers: captured numbers that must be these, by source.
+        kinds: what must hold of captured tensors, in words, by source.
+    """
 
     def __init__(self) -> None:
+        self.numbers: dict[Source, int | float] = {}
+        self.kinds: dict[Source, str] = {}
         self._checks: dict[tuple, _Check] = {}
         self._predicates: list[str] = []
+
+    @property
+    def checks(self) -> tuple[_Check, ...]:
+        """The conditions on single values."""
+        return tuple(self._checks.values())
+
+    @property
+    def predicates(self) -> tuple[str, ...]:
+        """The conditions on run-time numbers, as Python text over s0, s1, …."""
+        return tuple(self._predicates)
 
     def _add(self, check: _Check) -> None:
         key = (check.source, check.text, id(check.constant), check.other)
@@ -124,6 +141,7 @@ class Guards:
 
     def number(self, source: Source, value: int | float) -> None:
         """The number is this one; NaN equals itself and -0.0 is not 0.0."""
+        self.numbers[source] = value
         if isinstance(value, float) and math.isnan(value):
             self._add(_Check(source, "{v} == {v}", None, True))
         elif isinstance(value, float) and value == 0.0:
@@ -142,6 +160,8 @@ class Guards:
     def tensor(self, source: Source, tensor: torch.Tensor) -> None:
         """The tensor has this dtype, rank, kind of device and need of a gradient."""
         constant = (tensor.dtype, tensor.ndim, tensor.device.type, tensor.requires_grad)
+        dtype, gradient = str(tensor.dtype).removeprefix("torch."), ", requires a gradient" if tensor.requires_grad else ""
+        self.kinds[source] = f"{dtype}, {tensor.ndim} dimensions, {tensor.device.type}{gradient}"
         self._add(_Check(source, "not isinstance({v}, Tensor)", None))
         self._add(_Check(source, "({v}.dtype, {v}.ndim, {v}.device.type, {v}.requires_grad) != {c}", constant))
 

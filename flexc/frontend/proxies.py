@@ -229,6 +229,15 @@ class ClassProxy(ObjectProxy):
         """The class itself, for isinstance."""
         return self._value
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "apply" and issubclass(self._value, torch.autograd.Function):
+            refuse(
+                f"{self._value.__name__}.apply of a traced value",
+                why="there is no such operation on one score; the derivative of what the function computes is derived from it",
+                instead="its formula in torch operations",
+            )
+        return super().__getattr__(name)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for base in self._value.__mro__:
             for name, member in vars(base).items():

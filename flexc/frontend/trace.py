@@ -18,7 +18,7 @@ from flexc.errors import TraceError
 from flexc.frontend.callables import arity, code_of, inner_function, name_of, where_defined
 from flexc.frontend.fork import Path, explore
 from flexc.frontend.functions import is_random, refuse_random
-from flexc.frontend.guards import Source
+from flexc.frontend.guards import Guards, Source
 from flexc.frontend.rebuild import Rebuilder
 from flexc.frontend.session import Retrace, Session, refuse, run
 from flexc.frontend.symbol import Symbol, Traced, cast, node_of
@@ -40,6 +40,38 @@ class Binding:
     scalars: tuple[int | float, ...] = ()
 
 
+@dataclass(frozen=True)
+class Captures:
+    """What a trace met in its functions, for people: by the path that leads to a value, what the user calls it and what it was.
+
+    Attributes:
+        functions: equal for functions of the same code.
+        constants, arguments: numbers that are compiled in, and numbers that are given at run time, as they were while tracing.
+        tensors: dtype and the like, in words.
+    """
+
+    functions: tuple = ()
+    constants: dict[str, tuple[str, int | float]] = field(default_factory=dict)
+    arguments: dict[str, tuple[str, int | float]] = field(default_factory=dict)
+    tensors: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Where a trace reads its captured values, for those who must read them by other means than Python (`flexc.dynamo`).
+
+    Attributes:
+        guards: what must hold of the values.
+        tensors, scalars: those that the graph takes, in its order.
+        numbers: what the guards' predicates call s0, s1, ….
+    """
+
+    guards: Guards
+    tensors: tuple[Source, ...]
+    scalars: tuple[Source, ...]
+    numbers: tuple[Source, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Trace:
     """A graph and the captured values that it holds for.
@@ -47,13 +79,17 @@ class Trace:
     Attributes:
         graph: outputs "score" (float32) and/or "mask" (bool).
         runs_numbers: whether captured numbers are run-time scalars (else they are constants).
+        captures: what was met while tracing.
+        paths: None for a graph that no function is known for.
     """
 
     graph: Graph
     runs_numbers: bool
+    captures: Captures
     _read: Callable[..., Any] = field(repr=False)
     _matches_structure: Callable[..., Any] = field(repr=False)
     _pinned: frozenset[Source] = field(repr=False)
+    paths: Paths | None = field(default=None, repr=False)
 
     def bind(self, score_mod: Function | None, mask_mod: Function | None) -> Binding | None:
         """The captured values of these functions, read without tracing; None if the graph does not hold for them."""
@@ -71,7 +107,7 @@ def clear_cache() -> None:
         _traces.clear()
 
 
-def trace(score_mod: Function | None = None, mask_mod: Function | None = None) -> tuple[Trace, Binding]:
+def trace(score_mod: Function | None = None, mask_mod: Function | None = None, *, runs_numbers: bool = False) -> tuple[Trace, Binding]:
     """The graph of a score function and a mask function, and their captured values.
 
     Functions with the same code whose captured values the graph holds for share one Trace object. Captured numbers are constants at first;
@@ -80,6 +116,7 @@ def trace(score_mod: Function | None = None, mask_mod: Function | None = None) -
     Args:
         score_mod: (score, batch, head, q_idx, kv_idx) → number, or None for the plain score.
         mask_mod: (batch, head, q_idx, kv_idx) → truth value, or None where everything is allowed.
+        runs_numbers: make captured numbers run-time scalars even at first sight: they are known to change.
 
     Raises:
         TraceError: the function cannot become a graph; says where, why, and what to write instead.
@@ -90,12 +127,12 @@ def trace(score_mod: Function | None = None, mask_mod: Function | None = None) -
         _traces.move_to_end(key)
         # Constants come before run-time scalars, which hold for more values.
         for candidate in traces:
-            binding = candidate.bind(score_mod, mask_mod)
+            binding = candidate.bind(score_mod, mask_mod) if candidate.runs_numbers or not runs_numbers else None
             if binding is not None:
                 return candidate, binding
         similar = next((t for t in reversed(traces) if t._matches_structure(score_mod, mask_mod)), None)
         pinned = set() if similar is None else set(similar._pinned)
-        made = _trace(score_mod, mask_mod, similar is not None, pinned)
+        made = _trace(score_mod, mask_mod, runs_numbers or similar is not None, pinned)
         binding = made.bind(score_mod, mask_mod)
         if binding is None:
             raise TraceError(
@@ -142,8 +179,18 @@ def _trace(score_mod: Function | None, mask_mod: Function | None, runs_numbers: 
                 raise
             pinned = pinned | numbers
     graph, tensors, scalars = _without_unused(session, graph)
-    read, matches_structure = session.guards.compile(tensors, scalars, [source for source, _ in session.scalars])
-    return Trace(graph, runs_numbers, read, matches_structure, frozenset(pinned))
+    numbers = [source for source, _ in session.scalars]
+    read, matches_structure = session.guards.compile(tensors, scalars, numbers)
+    paths = Paths(session.guards, tuple(tensors), tuple(scalars), tuple(numbers))
+    return Trace(graph, runs_numbers, _captures(session, score_mod, mask_mod), read, matches_structure, frozenset(pinned), paths)
+
+
+def _captures(session: Session, score_mod: Function | None, mask_mod: Function | None) -> Captures:
+    met, guards = zip(session.scalars, session.scalar_values), session.guards
+    arguments = {str(source): (source.name, value) for (source, _), value in met}
+    constants = {str(source): (source.name, value) for source, value in guards.numbers.items()}
+    tensors = {str(source): (source.name, kind) for source, kind in guards.kinds.items()}
+    return Captures((_key(score_mod), _key(mask_mod)), constants, arguments, tensors)
 
 
 def _check_arguments(score_mod: Function | None, mask_mod: Function | None) -> None:

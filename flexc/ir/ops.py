@@ -13,7 +13,9 @@ No column has a default, so none is forgotten. Every other column must agree wit
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +23,7 @@ from typing import Any
 import torch
 
 from flexc.ir.graph import BOOL, DTYPES, FLOAT32, INT32, INT64, Location, Node, const, const_value, make, promote, topological
-from flexc.ir.interval import Interval, corners
+from flexc.ir.interval import INTEGER_ENDS, Claim, Interval, both, corners, either, opposite, unless
 
 Tensor = torch.Tensor
 DtypeRule = Callable[..., str]
@@ -58,7 +60,8 @@ class Op:
         spelled: what in a user's function traces to it: torch functions and names of methods, `math` functions or NumPy ufuncs.
         dtype: operand dtypes → result dtype; TypeError if the op does not take them. Operands are cast to `operand_dtypes` first.
         eager: PyTorch tensors → tensor, the meaning. Works in float32 and float64.
-        bounds: Intervals → Interval that holds every result, exact or in float32; `ir.bounds` then applies the dtype's range.
+        bounds: Intervals → Interval that holds every result, exact or in float32; `ir.bounds` then applies the dtype's range. Operations
+            on tensors, chosen by what is known before any data: never by a value in a tensor.
         vjp: (g, y, *operands) → one gradient per operand, in IR terms; None where there is none.
         traits: what passes may rely on; see the module.
         domain: operands that tests draw, one Domain each.
@@ -231,35 +234,58 @@ def gather(slot: int, dtype: str, indices: Sequence[Node], where: Location | Non
 
 
 def _add_bounds(x: Interval, y: Interval) -> Interval:
-    if x.is_whole and y.is_whole:
-        return Interval(x.lo + y.lo, x.hi + y.hi)
-    lo, hi = (
-        (x.lo + y.lo).nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf),
-        (x.hi + y.hi).nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf),
-    )
-    return Interval(lo, hi, x.nan or y.nan or (x.is_infinite and y.is_infinite))
+    lo = x.lo + y.lo
+    hi = lo if x.is_point and y.is_point else x.hi + y.hi
+    if x.is_finite and y.is_finite:
+        return Interval(lo, hi, either(x.nan, y.nan)).with_range(x.least + y.least, x.most + y.most)
+    lo = lo.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+    hi = hi.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+    return Interval(lo, hi, either(x.nan, y.nan, both(x.is_infinite, y.is_infinite)))
 
 
 def _negated(x: Interval) -> Interval:
-    return Interval(-x.hi, -x.lo, x.nan, x.dtype)
+    lo = -x.hi
+    return Interval(lo, lo if x.is_point else -x.lo, x.nan, x.dtype, -x.most, -x.least)
+
+
+def _sub_bounds(x: Interval, y: Interval) -> Interval:
+    if not (x.is_finite and y.is_finite):
+        return _add_bounds(x, _negated(y))
+    lo = x.lo - y.hi
+    hi = lo if x.is_point and y.is_point else x.hi - y.lo
+    return Interval(lo, hi, either(x.nan, y.nan)).with_range(x.least - y.most, x.most - y.least)
 
 
 def _mul_bounds(x: Interval, y: Interval) -> Interval:
-    product = corners(torch.mul, x, y)
-    if x.is_whole and y.is_whole:
-        return product
-    return Interval(product.lo, product.hi, product.nan or x.is_infinite or y.is_infinite)
+    if not (x.is_finite and y.is_finite):
+        product = corners(torch.mul, x, y)
+        return Interval(product.lo, product.hi, either(product.nan, x.is_infinite, y.is_infinite))
+    products = [a * b for a in (x.least, x.most) for b in (y.least, y.most)]
+    if min(x.least, y.least) >= 0:
+        lo = x.lo * y.lo
+        product = Interval(lo, lo if x.is_point and y.is_point else x.hi * y.hi, either(x.nan, y.nan))
+    else:
+        product = corners(torch.mul, x, y)
+    return product.with_range(*(-math.inf, math.inf) if math.nan in products else (min(products), max(products)))
 
 
-def _contains_zero(x: Interval) -> Tensor:
-    return (x.lo <= 0) & (x.hi >= 0)
+def _contains_zero(x: Interval) -> Claim:
+    return (x.lo <= 0) & (x.hi >= 0) if x.least <= 0 <= x.most else False
+
+
+def _without_zero(x: Interval) -> Interval:
+    """A divisor in which the ends that are 0 count as 1."""
+    if not x.least <= 0 <= x.most:
+        return x
+    lo = torch.where(x.lo == 0, 1.0, x.lo)
+    return Interval(lo, lo if x.is_point else torch.where(x.hi == 0, 1.0, x.hi), x.nan, x.dtype, x.least, x.most)
 
 
 def _div_bounds(x: Interval, y: Interval) -> Interval:
     zero = _contains_zero(y)
-    quotient = corners(lambda a, b: a / torch.where(b == 0, torch.ones_like(b), b), x, y)
-    lo, hi = torch.where(zero, -math.inf, quotient.lo), torch.where(zero, math.inf, quotient.hi)
-    return Interval(lo, hi, x.nan or y.nan or bool(zero.any()) or x.is_infinite or y.is_infinite).widened(2.0**-20)
+    quotient = corners(torch.div, x, _without_zero(y))
+    lo, hi = unless(zero, -math.inf, quotient.lo), unless(zero, math.inf, quotient.hi)
+    return Interval(lo, hi, either(x.nan, y.nan, zero, x.is_infinite, y.is_infinite)).widened(2.0**-20)
 
 
 def _int_safe(divisor: Tensor) -> Tensor:
@@ -275,39 +301,71 @@ def _floormod_eager(x: Tensor, y: Tensor) -> Tensor:
     return torch.remainder(x, _int_safe(y))
 
 
+def _floor_quotient(x: Tensor, y: Tensor) -> Tensor:
+    """floor(x / y) of integers below 2^53. Not floor of a quotient: where y is one number, a GPU multiplies by its rounded reciprocal."""
+    return torch.div(x, y, rounding_mode="floor")
+
+
+def _magnitude(x: Interval) -> Tensor:
+    return x.hi if x.least >= 0 else torch.maximum(x.lo.abs(), x.hi.abs())
+
+
 def _floordiv_bounds(x: Interval, y: Interval) -> Interval:
-    zero = _contains_zero(y)
     if not (x.is_whole and y.is_whole):
         # A quotient that rounds up to an integer is floored there by some hardware and one lower by PyTorch.
         quotient = _div_bounds(x, y)
         return Interval(torch.floor(quotient.lo), torch.floor(quotient.hi), quotient.nan)
-    # Exact below 2^53: two quotients on different sides of an integer are further apart than float64 rounds.
-    exact = corners(lambda a, b: torch.floor(a / torch.where(b == 0, torch.ones_like(b), b)), x, y)
-    wide = x.hi.abs().maximum(x.lo.abs())
-    return Interval(torch.where(zero, -wide, exact.lo), torch.where(zero, wide, exact.hi))
+    zero = _contains_zero(y)
+    if y.least > 0 and y.is_point:
+        lo = _floor_quotient(x.lo, y.lo)
+        exact = Interval(lo, lo if x.is_point else _floor_quotient(x.hi, y.lo))
+    else:
+        exact = corners(_floor_quotient, x, _without_zero(y))
+    if zero is not False:
+        wide = _magnitude(x)
+        exact = Interval(unless(zero, -wide, exact.lo), unless(zero, wide, exact.hi))
+    most = max(abs(x.least), abs(x.most))
+    return exact.with_range(0.0 if x.least >= 0 and y.least > 0 else -most, most)
 
 
 def _floormod_bounds(x: Interval, y: Interval) -> Interval:
-    whole = x.is_whole and y.is_whole
-    zero = _contains_zero(y)
-    # The result has the divisor's sign and is nearer to 0 than the divisor; for floats it can round to the divisor.
-    least = 1.0 if whole else 0.0
-    lo = torch.where(y.lo > 0, 0.0, (y.lo + least).clamp(max=0.0))
-    hi = torch.where(y.hi < 0, 0.0, (y.hi - least).clamp(min=0.0))
-    wide = torch.maximum(x.hi.abs(), x.lo.abs())
-    lo, hi = torch.where(zero, torch.minimum(lo, -wide), lo), torch.where(zero, torch.maximum(hi, wide), hi)
-    if not whole:
-        # Hardware may take x - floor(x / y) * y, which is off by the rounding of a number as large as x.
-        slack = wide * 2.0**-20
-        return Interval(lo - slack, hi + slack, x.nan or y.nan or bool(zero.any()) or x.is_infinite or y.is_infinite)
-    safe = torch.where(zero, torch.ones_like(y.lo), y.lo)
+    if not (x.is_whole and y.is_whole):
+        return _float_floormod_bounds(x, y)
+    # The result has the divisor's sign and is nearer to 0 than the divisor.
+    if y.least > 0:
+        lo, hi = torch.zeros_like(y.lo), y.hi - 1
+    else:
+        lo = torch.where(y.lo > 0, 0.0, (y.lo + 1).clamp(max=0.0))
+        hi = torch.where(y.hi < 0, 0.0, (y.hi - 1).clamp(min=0.0))
+    zero, safe = _contains_zero(y), _without_zero(y)
     # One divisor, and no multiple of it is crossed: x minus a constant.
-    same = (torch.floor(x.lo / safe) == torch.floor(x.hi / safe)) & (y.lo == y.hi) & ~zero
-    # Not negative and below the smallest divisor: x itself.
-    identity = (x.lo >= 0) & (x.hi < y.lo)
-    lo = torch.where(same, torch.remainder(x.lo, safe), torch.where(identity, x.lo, lo))
-    hi = torch.where(same, torch.remainder(x.hi, safe), torch.where(identity, x.hi, hi))
-    return Interval(lo, hi)
+    below = _floor_quotient(x.lo, safe.lo)
+    same: Claim = True if x.is_point else below == _floor_quotient(x.hi, safe.lo)
+    if not y.is_point:
+        # Not negative and below the smallest divisor: x itself.
+        identity = (x.lo >= 0) & (x.hi < y.lo)
+        same = either(both(y.lo == y.hi, same), identity)
+        below = torch.where(identity, 0.0, below)
+    if zero is not False:
+        wide = _magnitude(x)
+        lo, hi = unless(zero, torch.minimum(lo, -wide), lo), unless(zero, torch.maximum(hi, wide), hi)
+        same = both(opposite(zero), same)
+    start = below * safe.lo
+    lo, hi = unless(same, x.lo - start, lo), unless(same, x.hi - start, hi)
+    most = max(abs(y.least), abs(y.most)) - 1
+    most = most if y.least > 0 else max(most, abs(x.least), abs(x.most))
+    return Interval(lo, hi).with_range(0.0 if y.least > 0 else -most, most)
+
+
+def _float_floormod_bounds(x: Interval, y: Interval) -> Interval:
+    zero = _contains_zero(y)
+    # The result has the divisor's sign; it can round to the divisor.
+    lo, hi = torch.where(y.lo > 0, 0.0, y.lo.clamp(max=0.0)), torch.where(y.hi < 0, 0.0, y.hi.clamp(min=0.0))
+    wide = _magnitude(x)
+    lo, hi = unless(zero, torch.minimum(lo, -wide), lo), unless(zero, torch.maximum(hi, wide), hi)
+    # Hardware may take x - floor(x / y) * y, which is off by the rounding of a number as large as x.
+    slack = wide * 2.0**-20
+    return Interval(lo - slack, hi + slack, either(x.nan, y.nan, zero, x.is_infinite, y.is_infinite))
 
 
 def _int_or_wider(rule: Callable[..., Interval]) -> Callable[..., Interval]:
@@ -320,12 +378,21 @@ def _int_or_wider(rule: Callable[..., Interval]) -> Callable[..., Interval]:
     return bounds
 
 
+_SMALL = 2.0**24  # integers up to here are float32 numbers
+
+
 def _widened_unless_small(x: Interval) -> Interval:
+    if x.is_whole and x.least >= -_SMALL and x.most <= _SMALL:
+        return Interval(x.lo, x.hi, x.nan, FLOAT32, x.least, x.most)
     wide = x.widened(2.0**-22)
-    small = 2.0**24
-    lo_stays = (x.lo == torch.floor(x.lo)) & (x.lo.abs() <= small) | torch.isinf(x.lo)
-    hi_stays = (x.hi == torch.floor(x.hi)) & (x.hi.abs() <= small) | torch.isinf(x.hi)
-    return Interval(torch.where(lo_stays, x.lo, wide.lo), torch.where(hi_stays, x.hi, wide.hi), x.nan)
+    lo_stays = (x.lo == torch.floor(x.lo)) & (x.lo.abs() <= _SMALL)
+    hi_stays = (x.hi == torch.floor(x.hi)) & (x.hi.abs() <= _SMALL)
+    if not x.is_finite:
+        lo_stays, hi_stays = lo_stays | torch.isinf(x.lo), hi_stays | torch.isinf(x.hi)
+    slack = 2.0**-21
+    return Interval(torch.where(lo_stays, x.lo, wide.lo), torch.where(hi_stays, x.hi, wide.hi), x.nan).with_range(
+        x.least - abs(x.least) * slack, x.most + abs(x.most) * slack
+    )
 
 
 declare(
@@ -344,7 +411,7 @@ declare(
     spelled=[torch.sub, torch.subtract, "sub", "subtract", "__sub__"],
     dtype=_number,
     eager=torch.sub,
-    bounds=_int_or_wider(lambda x, y: _add_bounds(x, _negated(y))),
+    bounds=_int_or_wider(_sub_bounds),
     vjp=lambda g, y, a, b: [g, -g],
     traits=set(),
     domain=[floats(-20, 20), floats(-20, 20)],
@@ -408,8 +475,11 @@ declare(
 
 
 def _abs_bounds(x: Interval) -> Interval:
-    lo = torch.where(_contains_zero(x), torch.zeros_like(x.lo), torch.minimum(x.lo.abs(), x.hi.abs()))
-    return Interval(lo, torch.maximum(x.lo.abs(), x.hi.abs()), x.nan, x.dtype)
+    if x.least >= 0:
+        return x
+    lo_size, hi_size = x.lo.abs(), x.hi.abs()
+    lo = torch.where((x.lo <= 0) & (x.hi >= 0), 0.0, torch.minimum(lo_size, hi_size))
+    return Interval(lo, torch.maximum(lo_size, hi_size), x.nan, x.dtype, 0.0, max(abs(x.least), abs(x.most)))
 
 
 declare(
@@ -428,7 +498,16 @@ declare(
 def _sign_bounds(x: Interval) -> Interval:
     """The sign of NaN is 0 in PyTorch and may be NaN elsewhere."""
     lo, hi = torch.sign(x.lo), torch.sign(x.hi)
-    return Interval(lo.clamp(max=0), hi.clamp(min=0), True) if x.nan else Interval(lo, hi)
+    return Interval(unless(x.nan, lo.clamp(max=0), lo), unless(x.nan, hi.clamp(min=0), hi), x.nan, FLOAT32, -1.0, 1.0)
+
+
+def _extreme(pick: Callable[[Tensor, Tensor], Tensor], pick_number: Callable[[float, float], float]) -> Callable[..., Interval]:
+    def bounds(x: Interval, y: Interval) -> Interval:
+        lo = pick(x.lo, y.lo)
+        hi = lo if x.is_point and y.is_point else pick(x.hi, y.hi)
+        return Interval(lo, hi, either(x.nan, y.nan), FLOAT32, pick_number(x.least, y.least), pick_number(x.most, y.most))
+
+    return bounds
 
 
 declare(
@@ -447,7 +526,7 @@ declare(
     spelled=[torch.minimum, "minimum", torch.fmin, "fmin"],
     dtype=_number,
     eager=torch.minimum,
-    bounds=lambda x, y: Interval(torch.minimum(x.lo, y.lo), torch.minimum(x.hi, y.hi), x.nan or y.nan),
+    bounds=_extreme(torch.minimum, min),
     vjp=lambda g, y, a, b: _share(g, a, b, "lt"),
     traits={"commutative", "associative", "idempotent"},
     domain=[floats(-20, 20), floats(-20, 20)],
@@ -458,7 +537,7 @@ declare(
     spelled=[torch.maximum, "maximum", torch.fmax, "fmax"],
     dtype=_number,
     eager=torch.maximum,
-    bounds=lambda x, y: Interval(torch.maximum(x.lo, y.lo), torch.maximum(x.hi, y.hi), x.nan or y.nan),
+    bounds=_extreme(torch.maximum, max),
     vjp=lambda g, y, a, b: _share(g, a, b, "gt"),
     traits={"commutative", "associative", "idempotent"},
     domain=[floats(-20, 20), floats(-20, 20)],
@@ -483,7 +562,7 @@ def _bits_ceiling(x: Interval, y: Interval) -> Tensor:
 
 def _and_bounds(x: Interval, y: Interval) -> Interval:
     if x.dtype == y.dtype == BOOL:
-        return Interval(torch.minimum(x.lo, y.lo), torch.minimum(x.hi, y.hi), False, BOOL)
+        return Interval.truth(x.lo & y.lo, x.hi & y.hi)
     # An operand that is not negative masks the other one, whatever its sign.
     x_top, y_top = torch.where(x.lo >= 0, x.hi, math.inf), torch.where(y.lo >= 0, y.hi, math.inf)
     known = (x.lo >= 0) | (y.lo >= 0)
@@ -492,16 +571,14 @@ def _and_bounds(x: Interval, y: Interval) -> Interval:
 
 def _or_bounds(x: Interval, y: Interval) -> Interval:
     if x.dtype == y.dtype == BOOL:
-        return Interval(torch.maximum(x.lo, y.lo), torch.maximum(x.hi, y.hi), False, BOOL)
+        return Interval.truth(x.lo | y.lo, x.hi | y.hi)
     known = (x.lo >= 0) & (y.lo >= 0)
     return Interval(torch.where(known, torch.maximum(x.lo, y.lo), -math.inf), torch.where(known, _bits_ceiling(x, y), math.inf))
 
 
 def _xor_bounds(x: Interval, y: Interval) -> Interval:
     if x.dtype == y.dtype == BOOL:
-        known = (x.lo == x.hi) & (y.lo == y.hi)
-        differ = (x.lo != y.lo).to(torch.float64)
-        return Interval(torch.where(known, differ, 0.0), torch.where(known, differ, 1.0), False, BOOL)
+        return Interval.truth(x.lo & ~y.hi | ~x.hi & y.lo, x.hi & ~y.lo | ~x.lo & y.hi)
     known = (x.lo >= 0) & (y.lo >= 0)
     return Interval(torch.where(known, 0.0, -math.inf), torch.where(known, _bits_ceiling(x, y), math.inf))
 
@@ -544,7 +621,7 @@ declare(
     spelled=[torch.logical_not, "logical_not"],
     dtype=_logic,
     eager=torch.logical_not,
-    bounds=lambda x: Interval(1 - x.hi, 1 - x.lo, False, BOOL),
+    bounds=lambda x: Interval.truth(~x.hi, ~x.lo),
     vjp=None,
     traits=set(),
     domain=[BOOLS],
@@ -555,7 +632,7 @@ declare(
     spelled=[],  # `~` and torch.bitwise_not on integers; on truth values they trace to "not"
     dtype=_integer,
     eager=torch.bitwise_not,
-    bounds=lambda x: Interval(-x.hi - 1, -x.lo - 1, x.nan),
+    bounds=lambda x: Interval(-1 - x.hi, -1 - x.lo, x.nan, FLOAT32, -1 - x.most, -1 - x.least),
     vjp=None,
     traits=set(),
     domain=[ints(-50, 50)],
@@ -575,13 +652,13 @@ def _left_bounds(x: Interval, y: Interval) -> Interval:
     shifted = corners(lambda a, b: a * torch.exp2(b), x, Interval(y.lo.clamp(0, 62), y.hi.clamp(0, 62)))
     # Past 31 bits an int32 wraps; nothing is then known.
     known = (y.lo >= 0) & (shifted.hi < 2.0**31) & (shifted.lo >= -(2.0**31))
-    return Interval(torch.where(known, shifted.lo, -math.inf), torch.where(known, shifted.hi, math.inf), x.nan or y.nan)
+    return Interval(torch.where(known, shifted.lo, -math.inf), torch.where(known, shifted.hi, math.inf))
 
 
 def _right_bounds(x: Interval, y: Interval) -> Interval:
     shifted = corners(lambda a, b: torch.floor(a / torch.exp2(b)), x, Interval(y.lo.clamp(0, 62), y.hi.clamp(0, 62)))
     known = y.lo >= 0
-    return Interval(torch.where(known, shifted.lo, -math.inf), torch.where(known, shifted.hi, math.inf), x.nan or y.nan)
+    return Interval(torch.where(known, shifted.lo, -math.inf), torch.where(known, shifted.hi, math.inf))
 
 
 declare(
@@ -610,52 +687,39 @@ declare(
 # --- comparison ---------------------------------------------------------------------------------------------------------------------
 
 
-def _order(never: Callable[[Interval, Interval], Tensor], always: Callable[[Interval, Interval], Tensor]) -> Callable[..., Interval]:
+def _unless_nan(certain: Tensor, x: Interval, y: Interval) -> Tensor:
+    return unless(either(x.nan, y.nan), False, certain)
+
+
+def _below(compare: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Interval]:
+    """Of `<` and `<=`: certain if the largest left one compares to the smallest right one, possible the other way round."""
+
     def bounds(x: Interval, y: Interval) -> Interval:
-        certain = always(x, y)
-        if x.nan or y.nan:
-            certain = torch.zeros_like(certain)
-        return Interval.truth(~certain, ~never(x, y))
+        return Interval.truth(_unless_nan(compare(x.hi, y.lo), x, y), compare(x.lo, y.hi))
 
     return bounds
 
 
+def _above(compare: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Interval]:
+    below = _below(lambda a, b: compare(b, a))
+    return lambda x, y: below(y, x)
+
+
 def _equal_bounds(x: Interval, y: Interval) -> Interval:
-    apart = (x.hi < y.lo) | (y.hi < x.lo)
-    same = (x.lo == x.hi) & (y.lo == y.hi) & (x.lo == y.lo)
-    if x.nan or y.nan:
-        same = torch.zeros_like(same)
-    return Interval.truth(~same, ~apart)
+    certain = (x.hi == y.lo) & (x.lo == y.hi)  # no end lies between them, so all four are one
+    return Interval.truth(_unless_nan(certain, x, y), (x.lo <= y.hi) & (y.lo <= x.hi))
 
 
 def _unequal_bounds(x: Interval, y: Interval) -> Interval:
     equal = _equal_bounds(x, y)
-    return Interval(1 - equal.hi, 1 - equal.lo, False, BOOL)
+    return Interval.truth(~equal.hi, ~equal.lo)
 
 
 _COMPARISONS: list[tuple[str, list[Any], Callable[..., Tensor], Callable[..., Interval], set[str]]] = [
-    ("lt", [torch.lt, torch.less, "lt", "less", "__lt__"], torch.lt, _order(lambda x, y: x.lo >= y.hi, lambda x, y: x.hi < y.lo), set()),
-    (
-        "le",
-        [torch.le, torch.less_equal, "le", "less_equal", "__le__"],
-        torch.le,
-        _order(lambda x, y: x.lo > y.hi, lambda x, y: x.hi <= y.lo),
-        set(),
-    ),
-    (
-        "gt",
-        [torch.gt, torch.greater, "gt", "greater", "__gt__"],
-        torch.gt,
-        _order(lambda x, y: x.hi <= y.lo, lambda x, y: x.lo > y.hi),
-        set(),
-    ),
-    (
-        "ge",
-        [torch.ge, torch.greater_equal, "ge", "greater_equal", "__ge__"],
-        torch.ge,
-        _order(lambda x, y: x.hi < y.lo, lambda x, y: x.lo >= y.hi),
-        set(),
-    ),
+    ("lt", [torch.lt, torch.less, "lt", "less", "__lt__"], torch.lt, _below(operator.lt), set()),
+    ("le", [torch.le, torch.less_equal, "le", "less_equal", "__le__"], torch.le, _below(operator.le), set()),
+    ("gt", [torch.gt, torch.greater, "gt", "greater", "__gt__"], torch.gt, _above(operator.gt), set()),
+    ("ge", [torch.ge, torch.greater_equal, "ge", "greater_equal", "__ge__"], torch.ge, _above(operator.ge), set()),
     ("eq", [torch.eq, "eq", "equal", "__eq__"], torch.eq, _equal_bounds, {"commutative"}),
     ("ne", [torch.ne, torch.not_equal, "ne", "not_equal", "__ne__"], torch.ne, _unequal_bounds, {"commutative"}),
 ]
@@ -674,11 +738,10 @@ for _name, _spelled, _eager, _bounds, _traits in _COMPARISONS:
 
 
 def _where_bounds(c: Interval, x: Interval, y: Interval) -> Interval:
-    both = x.union(y)
-    lo = torch.where(c.is_true, x.lo, torch.where(c.is_false, y.lo, both.lo))
-    hi = torch.where(c.is_true, x.hi, torch.where(c.is_false, y.hi, both.hi))
-    nan = (x.nan and not bool(c.is_false.all())) or (y.nan and not bool(c.is_true.all()))
-    return Interval(lo, hi, nan)
+    union = x.union(y)
+    lo = torch.where(c.lo, x.lo, torch.where(c.hi, union.lo, y.lo))
+    hi = torch.where(c.lo, x.hi, torch.where(c.hi, union.hi, y.hi))
+    return dataclasses.replace(union, lo=lo, hi=hi, nan=either(both(x.nan, c.hi), both(y.nan, ~c.lo)))
 
 
 declare(
@@ -739,7 +802,9 @@ def _log_like(f: Callable[[Tensor], Tensor], start: float) -> Callable[[Interval
     # Approximate logarithms are off by a share of 1 near their zero, not by a share of the result.
     slack = 0.0 if f is torch.sqrt else 2.0**-20
     return lambda x: (
-        Interval(x.lo.clamp(min=start), x.hi.clamp(min=start), x.nan).rising(f, nan=bool((x.lo < start).any())).widened(absolute=slack)
+        Interval(x.lo.clamp(min=start), x.hi.clamp(min=start), x.nan)
+        .rising(f, nan=False if x.least >= start else x.lo < start)
+        .widened(absolute=slack)
     )
 
 
@@ -777,7 +842,7 @@ _declare_float(
 
 def _rsqrt_bounds(x: Interval) -> Interval:
     """1/sqrt(-0.0) is -inf."""
-    root = Interval(x.lo.clamp(min=0), x.hi.clamp(min=0), x.nan).falling(torch.rsqrt, nan=bool((x.lo < 0).any()))
+    root = Interval(x.lo.clamp(min=0), x.hi.clamp(min=0), x.nan).falling(torch.rsqrt, nan=x.lo < 0)
     return Interval(torch.where(x.lo <= 0, -math.inf, root.lo), root.hi, root.nan)
 
 
@@ -820,7 +885,7 @@ _declare_float(
 
 
 def _wave_bounds(x: Interval) -> Interval:
-    return Interval(torch.full_like(x.lo, -1.0), torch.full_like(x.hi, 1.0), x.nan or x.is_infinite)
+    return Interval(torch.full_like(x.lo, -1.0), torch.full_like(x.hi, 1.0), either(x.nan, x.is_infinite), FLOAT32, -1.0, 1.0)
 
 
 _declare_float("sin", [torch.sin, "sin"], torch.sin, _wave_bounds, lambda g, y, x: [g * apply("cos", x)], floats(-20, 20), {"costly"})
@@ -828,7 +893,11 @@ _declare_float("cos", [torch.cos, "cos"], torch.cos, _wave_bounds, lambda g, y, 
 
 
 def _step(f: Callable[[Tensor], Tensor]) -> Callable[[Interval], Interval]:
-    return lambda x: Interval(f(x.lo), f(x.hi), x.nan)
+    def bounds(x: Interval) -> Interval:
+        stepped = Interval(f(x.lo), f(x.hi), x.nan)
+        return stepped.with_range(math.floor(x.least), math.ceil(x.most)) if x.is_finite else stepped
+
+    return bounds
 
 
 _declare_float(
@@ -871,12 +940,9 @@ _declare_float(
 
 def _pow_bounds(x: Interval, y: Interval) -> Interval:
     """Monotone in each operand where the base is positive; elsewhere unknown."""
-    positive = x.lo > 0
+    unknown = x.lo <= 0
     power = corners(torch.pow, Interval(x.lo.clamp(min=1e-300), x.hi.clamp(min=1e-300)), y).widened(2.0**-14)
-    unknown = ~positive
-    return Interval(
-        torch.where(unknown, -math.inf, power.lo), torch.where(unknown, math.inf, power.hi), x.nan or y.nan or bool(unknown.any())
-    )
+    return Interval(torch.where(unknown, -math.inf, power.lo), torch.where(unknown, math.inf, power.hi), either(x.nan, y.nan, unknown))
 
 
 def _pow_vjp(g: Node, y: Node, a: Node, b: Node) -> list[Node]:
@@ -912,16 +978,16 @@ def cast_eager(x: Tensor, dtype: str, float_dtype: torch.dtype = torch.float32) 
 def cast_bounds(x: Interval, source: str, target: str) -> Interval:
     """Bounds of a cast. Integers above 2^24 round in float32; a float outside an integer's range has no meaning."""
     if target == BOOL:
-        return _unequal_bounds(x, Interval.point(0.0))
+        return x if source == BOOL else _unequal_bounds(x, Interval.point(0.0))
+    if source == BOOL:
+        return Interval(x.lo.to(torch.float64), x.hi.to(torch.float64), False, FLOAT32, 0.0, 1.0)
     if target == FLOAT32:
-        return _widened_unless_small(x) if source != BOOL else x
+        return _widened_unless_small(x)
     if source == FLOAT32:
-        limit = 2.0**31 if target == INT32 else 2.0**63
-        fits = (x.lo > -limit) & (x.hi < limit)
-        lo, hi = torch.trunc(x.lo), torch.trunc(x.hi)
-        if x.nan:
-            return Interval(torch.full_like(lo, -limit), torch.full_like(hi, limit))
-        return Interval(torch.where(fits, lo, -limit), torch.where(fits, hi, limit))
+        least, most = INTEGER_ENDS[target]
+        unknown = either(x.nan, False if least <= x.least and x.most <= most else (x.lo <= least) | (x.hi >= most))
+        lo, hi = unless(unknown, least, torch.trunc(x.lo)), unless(unknown, most, torch.trunc(x.hi))
+        return Interval(lo, hi, False, FLOAT32, max(least, x.least), min(most, x.most))
     return x
 
 

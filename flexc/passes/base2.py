@@ -3,7 +3,9 @@
 Guarantees: for every position, `logit2 * outer` equals the score times log2(e), up to float32 rounding, where the score is taken at
 `raw * scale` (raw is the plain product q·k). `outer` is uniform and proved positive, so that a row maximum may be taken of `logit2`
 before the multiplication, and the multiplication joins the subtraction of the maximum in one FMA. Position differences that are only used
-as floats are formed in float32: exact below 2^24 tokens, and one FADD instead of an integer subtraction and a conversion.
+as floats are formed in float32: exact below 2^24 tokens, and one FADD instead of an integer subtraction and a conversion. A captured
+number that is added to the score stays finite, beyond ±2.36e38 as that number: the least float32, which stands for -inf in some biases,
+would overflow when multiplied by log2(e), and a row of it alone would have no key where eager PyTorch gives the mean of all.
 Leaves alone: the mask, which never sees a score; products of positions that a step function reads (see `ir.ops.feeding_steps`), which are
 rounded as the user wrote them. Those of the raw product are not exact to the last bit in any order.
 """
@@ -13,7 +15,9 @@ from __future__ import annotations
 import math
 
 from flexc.ir import ops
-from flexc.ir.graph import FLOAT32, INT32, Graph, Node, Rewriter, const, const_value, input_node, inputs_of, substitute
+from flexc.ir.bounds import bounds
+from flexc.ir.graph import FLOAT32, INPUTS, INT32, Graph, Node, Rewriter, const, const_value, input_node, inputs_of, substitute, topological
+from flexc.ir.interval import Interval
 from flexc.ir.ops import feeding_steps
 from flexc.passes.dependence import DIAGONAL, ELEMENT, rate_of
 
@@ -21,6 +25,9 @@ LOG2E = math.log2(math.e)
 _FLOAT32_MAX = (2.0 - 2.0**-23) * 2.0**127
 RAW = input_node("raw")  # q·k before the scale
 SCALE = input_node("scale")  # uniform, positive
+_LIMIT = _FLOAT32_MAX / LOG2E * (1 - 2.0**-20)  # times log2(e), and a moderate score added, it is still finite
+_MODERATE = 1e30
+_WIDE = ("float64", "float32", "bfloat16")  # dtypes of numbers past the limit
 
 
 def lower_to_base2(graph: Graph) -> Graph:
@@ -31,7 +38,7 @@ def lower_to_base2(graph: Graph) -> Graph:
     score = graph.score if graph.score is not None else input_node("score")
     scaled = {input_node("score"): RAW * SCALE}
     roots = {name: substitute(node, scaled) for name, node in graph.outputs if name not in ("mask", "score")}
-    root = substitute(score, scaled)
+    root = substitute(_finite_addends(score, graph), scaled)
     stepped = [node for node in feeding_steps([root, *roots.values()]) if "raw" not in inputs_of(node)]
     exact = Rewriter(_float_positions)
     lower = Rewriter(_lowered, {node: exact(node) for node in stepped})
@@ -44,6 +51,36 @@ def lower_to_base2(graph: Graph) -> Graph:
         outer = outer * LOG2E
     outputs |= {"score": None, "logit2": _fold(body), "outer": _fold(outer)}
     return graph.with_outputs(**outputs)
+
+
+def _finite_addends(score: Node, graph: Graph) -> Node:
+    """The score with captured values that are added to it, or to each other, limited to what log2(e) can multiply; infinities stay.
+
+    A captured value that multiplies the score or a position is left alone: there an overflow is the user's own.
+    """
+    huge = {node for node in topological([score]) if node.op == "gather" and graph.tensors[node.attrs[0]].dtype in _WIDE}
+    if not huge:
+        return score
+    known = bounds([score], {name: Interval.of(-_MODERATE, _MODERATE) for name in INPUTS})
+
+    def limited(node: Node) -> Node:
+        if node.dtype != FLOAT32 or bool((known[node].lo >= -_LIMIT).all() & (known[node].hi <= _LIMIT).all()):
+            return node
+        if node in huge:
+            inside = ops.apply("minimum", ops.apply("maximum", node, const(-_LIMIT)), const(_LIMIT))
+            return ops.apply("where", ops.apply("lt", ops.apply("abs", node), const(math.inf)), inside, node)
+        if node.op == "where":
+            return ops.apply("where", node.args[0], *map(limited, node.args[1:]))
+        is_scaled = node.op == "mul" and (all(map(_is_captured, node.args)) or any(a.op == "const" for a in node.args))
+        if is_scaled or node.op in ("add", "sub", "neg", "minimum", "maximum"):
+            return ops.apply(node.op, *map(limited, node.args))
+        return node
+
+    return limited(score)
+
+
+def _is_captured(node: Node) -> bool:
+    return node.op in ("gather", "scalar", "const")
 
 
 def _lowered(node: Node) -> Node:

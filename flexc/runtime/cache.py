@@ -8,9 +8,11 @@
             entry = cache.get(key) or cache.put(key, {"kernel.py": source, "kernel.cubin": cubin}, {"num_warps": 4})
     entry.path("kernel.py"), entry.meta["num_warps"]
 
-Layout: `<root>/<first two digits>/<key>/manifest.json` and beside it the files. The manifest holds the digest of every file and its
-own, and all of them are checked before an entry is given out. An entry appears by one rename, so a reader sees all of it or nothing;
-whatever is damaged, incomplete or foreign is a miss. No absolute path and no host name is inside: a container image can ship the folder.
+Layout: `<root>/<first two digits>/<key>/manifest.json` and beside it the files; `<root>/room` says how much may be written before the sizes
+of all entries are added up again. The manifest holds the digest of every file and its
+own, and all of them are checked before an entry is given out; what `Entry.read` returns is what was checked. An entry appears by one
+rename, so a reader sees all of it or nothing; whatever is damaged, incomplete, foreign or open to others' writing is a miss. No absolute
+path and no host name is inside: a container image can ship the folder.
 """
 
 from __future__ import annotations
@@ -26,12 +28,10 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-
-import filelock
 
 from flexc.errors import SettingError
 from flexc.runtime.key import key_of
@@ -44,6 +44,7 @@ MANIFEST = "manifest.json"
 _KEY = re.compile(r"[0-9a-f]{64}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 _STALE_SECONDS = 3600.0
+_ROOM = "room"
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Entry:
     folder: Path
     files: Mapping[str, str]
     meta: dict[str, Any]
+    _contents: Mapping[str, bytes] = field(repr=False, compare=False)
 
     def path(self, name: str) -> Path:
         """Where a file of this entry is. KeyError if it has no such file."""
@@ -69,8 +71,9 @@ class Entry:
         return self.folder / name
 
     def read(self, name: str) -> bytes:
-        """The content of a file."""
-        return self.path(name).read_bytes()
+        """The content of a file, as it was when its digest was checked."""
+        self.path(name)
+        return self._contents[name]
 
     def text(self, name: str) -> str:
         """The content of a file that is UTF-8 text."""
@@ -145,18 +148,31 @@ class Cache:
             temporary = Path(tempfile.mkdtemp(prefix="tmp-", dir=self.root))
             try:
                 for name, content in contents.items():
-                    (temporary / name).write_bytes(content)
+                    _write(temporary / name, content)
                 self._publish(temporary, folder, body)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
         except OSError as error:
             raise _unwritable(self.root, error) from error
-        self._evict(keep=folder)
-        return Entry(key, folder, digests, json.loads(text)["meta"])
+        self._evict(folder, sum(map(len, contents.values())))
+        return Entry(key, folder, digests, json.loads(text)["meta"], contents)
+
+    def damage(self, key: str) -> str | None:
+        """Why a key that `get` has no entry for is a miss; None if there is none, or nothing is wrong with it."""
+        folder = self._folder(key)
+        if not os.path.lexists(folder):
+            return None
+        try:
+            _open(folder)
+        except _Damaged as error:
+            return str(error)
+        return None
 
     @contextlib.contextmanager
     def lock(self, key: str) -> Iterator[None]:
         """Hold this key against other threads and processes; freed by the system if the holder dies."""
+        import filelock  # needed by those that compile, not by those that find
+
         locks = self.root / "locks"
         try:
             locks.mkdir(mode=0o700, exist_ok=True)
@@ -225,7 +241,12 @@ class Cache:
         finally:
             shutil.rmtree(aside, ignore_errors=True)
 
-    def _evict(self, keep: Path) -> None:
+    def _evict(self, keep: Path, written_bytes: int) -> None:
+        """Make room, where the last look at all entries left too little for what was written since."""
+        room = self._room() - written_bytes
+        if room >= 0:
+            self._note_room(room)
+            return
         self._sweep(_STALE_SECONDS)
         if self.limit_bytes is None:
             return
@@ -236,13 +257,30 @@ class Cache:
         total = sum(size for _, size, _ in used)
         for _, size, folder in sorted(used):
             if total <= self.limit_bytes:
-                return
+                break
             if folder != keep:
                 self._remove(folder)
                 total -= size
+        # A small part of what is left: processes that write at once may each take it for theirs.
+        self._note_room((self.limit_bytes - total) // 16)
+
+    def _room(self) -> int:
+        """Bytes that may be written before all entries are looked at again; unknown is none."""
+        try:
+            limit, room = (self.root / _ROOM).read_text().split()
+            return int(room) if int(limit) == self.limit_bytes else 0
+        except (OSError, ValueError):
+            return 0
+
+    def _note_room(self, room: int) -> None:
+        with contextlib.suppress(OSError):
+            (self.root / _ROOM).unlink(missing_ok=True)
+            _write(self.root / _ROOM, f"{self.limit_bytes} {room}".encode())
 
     def _sweep(self, older_than_seconds: float) -> None:
         """Delete what processes that died left behind: half-written entries, and locks that nobody holds."""
+        import filelock
+
         for path in [*self.root.glob("tmp-*"), *self.root.glob("locks/*.lock")]:
             with contextlib.suppress(OSError, filelock.Timeout):
                 if time.time() - path.stat().st_mtime < older_than_seconds:
@@ -279,8 +317,11 @@ class _Damaged(Exception):
 
 def _open(folder: Path) -> Entry:
     """The entry in a folder, every digest checked; _Damaged if anything is missing or differs."""
+    contents: dict[str, bytes] = {}
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
+        for place in (folder.parent, folder):
+            _refuse_open_to_others(place.stat(), place.name)
+        manifest = json.loads(_read(folder / MANIFEST))
         body = manifest["body"]
         files, meta = body["files"], body["meta"]
         if manifest["sha256"] != _sha256(_json(body).encode()):
@@ -290,11 +331,29 @@ def _open(folder: Path) -> Entry:
         for name, digest in files.items():
             if not _FILE_NAME.fullmatch(name):
                 raise _Damaged(f"{name!r} is not a plain file name")
-            if _sha256((folder / name).read_bytes()) != digest:
+            contents[name] = _read(folder / name)
+            if _sha256(contents[name]) != digest:
                 raise _Damaged(f"{name} does not have its digest")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _Damaged(f"{type(error).__name__}: {error}") from None
-    return Entry(folder.name, folder, files, meta)
+    return Entry(folder.name, folder, files, meta, contents)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """A new file. The mode is said, for a umask may leave files open to a group."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+
+
+def _read(path: Path) -> bytes:
+    with path.open("rb") as file:
+        _refuse_open_to_others(os.fstat(file.fileno()), path.name)
+        return file.read()
+
+
+def _refuse_open_to_others(status: os.stat_result, name: str) -> None:
+    if os.name == "posix" and (status.st_mode & 0o022 or status.st_uid not in (os.getuid(), 0)):
+        raise _Damaged(f"others can write to {name} ({stat.filemode(status.st_mode)}, uid {status.st_uid})")
 
 
 def _make_private(root: Path) -> None:

@@ -1,170 +1,177 @@
-"""What classification found: a kind for each block, runs of blocks for the kernels' loops, figures and pictures."""
+"""What classification found: runs of blocks for each block row, figures and pictures of them."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from flexc.errors import InputError, ShapeError, ToolchainError
+from flexc.errors import InputError, ShapeError
+from flexc.ir.graph import Graph
+from flexc.sparsity import certificate, liveness, picture
+from flexc.sparsity.certificate import Certificate
+from flexc.sparsity.picture import EMPTY, FULL, PARTIAL
+from flexc.sparsity.proof import Proof
+from flexc.sparsity.runs import Runs, ranks
 from flexc.sparsity.tokens import TokenMask
+from flexc.sparsity.walk import Walk, walk_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+__all__ = ["EMPTY", "FULL", "PARTIAL", "BlockMap", "Proof"]
+
 Tensor = torch.Tensor
 
-EMPTY, PARTIAL, FULL = 0, 1, 2
-
 _PICTURE_COLUMNS, _PICTURE_ROWS = 96, 48
-_SIGNS = {EMPTY: "·", PARTIAL: "▒", FULL: "█"}
-_PLOT_SIDE = 512
 _DENSE_LIMIT = 2**28
-
-
-@dataclass(frozen=True)
-class Runs:
-    """For each block row, the runs of neighbouring blocks to visit. All tensors are contiguous, on the map's device.
-
-    Attributes:
-        partial: int32 [B or 1, Hq or 1, n, Rp, 2]: first block and one past the last of each run whose pairs need the mask, in order;
-            unused runs are (0, 0). Rp >= 1.
-        full: int32 [B or 1, Hq or 1, n, Rf, 2]: the same for runs that need no mask. Rf >= 1. A ragged last block of *keys* is never in
-            here, neither in rows() nor in columns(); a ragged last block of queries may be.
-        order: int32 [n]: block rows by work, longest first; equal ones keep their order.
-    """
-
-    partial: Tensor
-    full: Tensor
-    order: Tensor
-
-
-@dataclass(frozen=True)
-class Walk:
-    """What one kernel's loops visit in each block row: runs of full blocks, then a list of partial ones. Contiguous, on the map's device.
-
-    Full blocks come in few long runs, partial ones singly: a loop over a list of them starts up once, a loop over runs as often as it
-    has runs.
-
-    Attributes:
-        full: int32 [B or 1, Hq or 1, n, R, 2]: first block and one past the last of each run, in order; unused runs are (0, 0). R >= 1.
-        partial: int32 [B or 1, Hq or 1, n, P]: partial blocks in order, then unspecified. P >= 1.
-        partial_count: int32 [B or 1, Hq or 1, n].
-        order: int32 [n]: block rows by work, longest first; equal ones keep their order.
-    """
-
-    full: Tensor
-    partial: Tensor
-    partial_count: Tensor
-    order: Tensor
+_INSET_SIDE = 256
 
 
 @dataclass(eq=False, repr=False)
 class BlockMap:
-    """Which blocks of a mask are empty, partial or full. Made by `classify`.
+    """Which blocks of a mask are empty, partial or full. Made by `flexc.block_map`, or by a kernel for its own mask.
 
     Attributes:
-        kind: uint8 [B or 1, Hq or 1, ceil(q_len / Bq), ceil(kv_len / Bkv)]: EMPTY, PARTIAL or FULL. Keys past the end count as masked, so
-            a ragged last column is never full; query rows past the end count neither way.
         q_len, kv_len: tokens.
         block: tokens per block, (Bq, Bkv).
-        batch, heads: what the map covers, also where `kind` has one entry for all.
+        batch, heads: what the map covers, also where it has one entry for all because the mask does not read them.
         tokens: the mask itself for views by token, None where everything is allowed. It refers to the captured tensors: views show
-            their present values, `kind` those of the time of classification.
-        proved: blocks that bounds decided.
-        sampled: blocks proved partial by one allowed and one forbidden pair.
-        evaluated: blocks evaluated on all their pairs. What is in none of the three was left partial, undecided.
+            their present values, runs those of the time of classification.
+        proof: how the blocks were decided.
     """
 
-    kind: Tensor
+    _rows: Runs
     q_len: int
     kv_len: int
     block: tuple[int, int]
     batch: int
     heads: int
     tokens: TokenMask | None = None
-    proved: int = 0
-    sampled: int = 0
-    evaluated: int = 0
-    _runs: dict[str, Runs] = field(default_factory=dict)
+    proof: Proof = field(default_factory=Proof)
+    _columns: Runs | None = None
     _walks: dict[str, Walk] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
         """Where the map is."""
-        return self.kind.device
+        return self._rows.device
 
     @property
-    def undecided(self) -> int:
-        """Blocks that are partial only because nothing was proved about them."""
-        return self.kind.numel() - self.proved - self.sampled - self.evaluated
+    def shape(self) -> tuple[int, int, int, int]:
+        """(B or 1, Hq or 1, ceil(q_len / Bq), ceil(kv_len / Bkv)): blocks."""
+        return self._rows.shape
+
+    @property
+    def runs(self) -> Runs:
+        """For each query block the runs of key blocks. Keys past the end count as masked, so a ragged last key block is never full; query
+        rows past the end count neither way."""
+        return self.rows()
 
     def rows(self) -> Runs:
         """For each query block the runs of key blocks."""
-        if "rows" not in self._runs:
-            self._runs["rows"] = runs_of(self.kind)
-        return self._runs["rows"]
+        return self._rows
 
     def columns(self) -> Runs:
-        """For each key block the runs of query blocks."""
-        if "columns" not in self._runs:
-            self._runs["columns"] = runs_of(self.kind.transpose(-1, -2).contiguous())
-        return self._runs["columns"]
+        """For each key block the runs of query blocks: shape (B or 1, Hq or 1, ceil(kv_len / Bkv), ceil(q_len / Bq))."""
+        if self._columns is None:
+            self._columns = self._rows.transposed()
+        return self._columns
 
     def row_walk(self) -> Walk:
-        """For each query block the key blocks to visit."""
-        if "row_walk" not in self._walks:
-            self._walks["row_walk"] = walk_of(self.kind.contiguous())
-        return self._walks["row_walk"]
+        """For each query block the key blocks to visit, as kernels read it."""
+        if "rows" not in self._walks:
+            self._walks["rows"] = walk_of(self.rows())
+        return self._walks["rows"]
 
     def column_walk(self) -> Walk:
-        """For each key block the query blocks to visit."""
-        if "column_walk" not in self._walks:
-            self._walks["column_walk"] = walk_of(self.kind.transpose(-1, -2).contiguous())
-        return self._walks["column_walk"]
+        """For each key block the query blocks to visit, as kernels read it."""
+        if "columns" not in self._walks:
+            self._walks["columns"] = walk_of(self.columns())
+        return self._walks["columns"]
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the runs and walks made so far."""
+        parts = [self._rows, *([] if self._columns is None else [self._columns]), *self._walks.values()]
+        return sum(part.size_bytes for part in parts)
+
+    def with_lengths(self, q_len: int, kv_len: int) -> BlockMap:
+        """The map of the same mask for other lengths: derived anew, with the captured tensors' present contents, not cropped.
+
+        Raises:
+            ShapeError: a negative length.
+        """
+        from flexc.sparsity.classify import classify
+
+        graph = Graph(()) if self.tokens is None or self.tokens.graph is None else self.tokens.graph
+        tensors, scalars = ((), ()) if self.tokens is None else (self.tokens.tensors, self.tokens.scalars)
+        sizes = {"batch": self.batch, "heads": self.heads, "block": self.block}
+        with torch.no_grad():
+            return classify(graph, q_len, kv_len, **sizes, tensors=tensors, scalars=scalars, device=self.device)
 
     # --- figures ---
 
     def counts(self) -> dict[str, int]:
-        """How many blocks of `kind` are empty, partial and full."""
-        found = torch.bincount(self.kind.flatten(), minlength=3).tolist()
-        return {"empty": found[EMPTY], "partial": found[PARTIAL], "full": found[FULL]}
+        """How many blocks are empty, partial and full."""
+        length = self._rows.length
+        visited, full = int(length.sum()), int(length[self._rows.full].sum())
+        return {"empty": self._blocks - visited, "partial": visited - full, "full": full}
 
     def sparsity(self) -> float:
         """Share of blocks that are empty: what is skipped."""
-        return self.counts()["empty"] / max(self.kind.numel(), 1)
-
-    def unmasked_pairs(self) -> int:
-        """How many (batch, head, query, key) are allowed, over all batch elements and heads. Partial blocks are evaluated for it."""
-        full = self.kind == FULL
-        rows = torch.full((self.kind.shape[2],), self.block[0], dtype=torch.int64, device=self.device)
-        if len(rows):
-            rows[-1] = self.q_len - (len(rows) - 1) * self.block[0]
-        total = int((full.sum(-1) * rows).sum()) * self.block[1]  # a full block has all its columns
-        partial = (self.kind.flatten() == PARTIAL).nonzero().squeeze(1)
-        step = self.tokens.tiles_per_chunk(math.prod(self.block)) if self.tokens is not None else 2**16
-        for found in partial.split(step):
-            total += self._allowed_in(torch.unravel_index(found, self.kind.shape))
-        entries = self.kind.shape[0] * self.kind.shape[1]
-        return total * (self.batch * self.heads // max(entries, 1))
-
-    def unmasked_share(self) -> float:
-        """Allowed pairs as a share of all pairs."""
-        pairs = self.batch * self.heads * self.q_len * self.kv_len
-        return self.unmasked_pairs() / pairs if pairs else 0.0
+        return self.counts()["empty"] / max(self._blocks, 1)
 
     def visited_share(self) -> float:
-        """Pairs in blocks that are not empty, as a share of all: what a kernel computes."""
+        """Blocks that are not empty, as a share of all: what a kernel computes."""
         return 1.0 - self.sparsity()
+
+    def unmasked_pairs(self, most_blocks: int | None = None) -> int:
+        """How many (batch, head, query, key) are allowed, over all batch elements and heads.
+
+        Args:
+            most_blocks: partial blocks to evaluate at most. Where there are more, so many are evaluated, evenly spread, and stand for all;
+                None evaluates every one.
+        """
+        full = self._rows.full
+        tokens = self._rows_in(self._rows.row[full] % max(self.shape[2], 1))
+        total = int((self._rows.length[full] * tokens).sum()) * self.block[1]  # a full block has all its columns
+        partial = self.counts()["partial"]
+        step = 1 if most_blocks is None else max(1, math.ceil(partial / most_blocks))
+        at_once = self.tokens.tiles_per_chunk(math.prod(self.block)) if self.tokens is not None else 2**16
+        allowed = seen = 0
+        for row, column in self._rows.blocks(at_once, step):
+            allowed += self._allowed_in(self._tiles(row, column))
+            seen += len(row)
+        total += allowed if step == 1 else round(allowed * partial / seen)
+        return total * (self.batch * self.heads // max(self.shape[0] * self.shape[1], 1))
+
+    def unmasked_share(self, most_blocks: int | None = None) -> float:
+        """Allowed pairs as a share of all pairs; `most_blocks` as for `unmasked_pairs`."""
+        pairs = self.batch * self.heads * self.q_len * self.kv_len
+        return self.unmasked_pairs(most_blocks) / pairs if pairs else 0.0
 
     def row_work(self) -> Tensor:
         """Blocks that each query block visits, summed over batch and heads: int64 [ceil(q_len / Bq)]."""
-        return row_work(self.kind)
+        return self._rows.work()
 
-    def _allowed_in(self, tiles: Any) -> int:
-        rows = (self.q_len - tiles[2] * self.block[0]).clamp(max=self.block[0])
+    @property
+    def _blocks(self) -> int:
+        return math.prod(self.shape)
+
+    def _rows_in(self, row: Tensor) -> Tensor:
+        """Query rows that exist in the block rows."""
+        return (self.q_len - row * self.block[0]).clamp(max=self.block[0])
+
+    def _tiles(self, row: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Batch, head, block row and block column from block rows counted through batch and heads."""
+        entry, within = row // self.shape[2], row % self.shape[2]
+        return entry // self.shape[1], entry % self.shape[1], within, column
+
+    def _allowed_in(self, tiles: tuple[Tensor, Tensor, Tensor, Tensor]) -> int:
+        rows = self._rows_in(tiles[2])
         columns = (self.kv_len - tiles[3] * self.block[1]).clamp(max=self.block[1])
         if self.tokens is None:
             return int((rows * columns).sum())
@@ -172,7 +179,58 @@ class BlockMap:
         exists = exists & (torch.arange(self.block[1], device=self.device) < columns[:, None, None])
         return int((self.tokens.of_tiles(tiles) & exists).sum())
 
+    # --- proof and liveness ---
+
+    def certify(self, tiles: int = 4096, seed: int = 0) -> Certificate:
+        """Compare the map with the mask on tokens, and say what stopped the proof of blocks that bounds did not decide.
+
+        Captured tensors are read as they are: one written to since the map was made shows as wrong tiles.
+
+        Args:
+            tiles: blocks to compare at most. Where the map has more, equal shares of its empty, partial and full blocks are drawn.
+            seed: of the draw.
+
+        Raises:
+            InputError: not a positive number of tiles.
+        """
+        return certificate.certify(self, tiles, seed)
+
+    def last_reader(self) -> Tensor:
+        """The last query block that may see each key block: int32 [B or 1, Hq or 1, ceil(kv_len / Bkv)], -1 where none does.
+
+        A cache may free a block of keys once that query block is computed.
+        """
+        return liveness.readers(self)[1]
+
+    def live(self) -> Tensor:
+        """Key blocks that a cache holds while each query block is computed: int32 [B or 1, Hq or 1, ceil(q_len / Bq)].
+
+        Queries and keys are counted alike: token i is query i and key i, and comes at step i. A key block is held from the query block that
+        reaches its first token on (from its first reader on, where that comes before: a prefix that is seen in both directions is written
+        ahead) up to its last reader, that included. A block that nobody sees is never held.
+        """
+        return liveness.live(self)
+
+    def most_live(self) -> int:
+        """The largest number of `live`, over all query blocks, batch elements and heads: blocks that a cache for one head needs."""
+        held = self.live()
+        return int(held.max()) if held.numel() else 0
+
     # --- views ---
+
+    @property
+    def kind(self) -> Tensor:
+        """Every block as EMPTY, PARTIAL or FULL: uint8, of the map's shape. For looking at and for tests.
+
+        Raises:
+            ShapeError: more than 2^28 blocks.
+        """
+        self._refuse_dense("map", self.shape)
+        kind = torch.full((self._blocks,), EMPTY, dtype=torch.uint8, device=self.device)
+        length = self._rows.length
+        first = self._rows.row * self.shape[3] + self._rows.start
+        kind[first.repeat_interleave(length) + ranks(length)] = torch.where(self._rows.full, FULL, PARTIAL).byte().repeat_interleave(length)
+        return kind.view(self.shape)
 
     def to_dense(self) -> Tensor:
         """The mask by token: bool [B or 1, Hq or 1, q_len, kv_len], where true is allowed. For looking at and for tests.
@@ -180,9 +238,8 @@ class BlockMap:
         Raises:
             ShapeError: more than 2^28 entries.
         """
-        shape = (*self.kind.shape[:2], self.q_len, self.kv_len)
-        if math.prod(shape) > _DENSE_LIMIT:
-            raise ShapeError(f"a dense mask of shape {list(shape)} has {math.prod(shape):,} entries: expected at most {_DENSE_LIMIT:,}")
+        shape = (*self.shape[:2], self.q_len, self.kv_len)
+        self._refuse_dense("mask", shape)
         dense = torch.ones(shape, dtype=torch.bool, device=self.device)
         if self.tokens is not None and dense.numel():
             for b in range(shape[0]):
@@ -197,118 +254,53 @@ class BlockMap:
         One character a block where it fits into `rows` lines of `columns` characters; otherwise one for each square of blocks, ▒ where
         they differ.
         """
-        small = _scaled_down(self._entry(batch, head), rows, columns).cpu()
-        return "\n".join("".join(_SIGNS[k] for k in line) for line in small.tolist())
+        return picture.draw(self._rows, self._entry(batch, head), columns, rows)
+
+    def plot(self, path: str | Path, batch: int = 0, head: int = 0, title: str = "", inset: tuple[int, int] | None = None) -> None:
+        """Draw the blocks of one batch element and head into an image file; axes are in tokens.
+
+        Args:
+            inset: (query, key): a second panel shows the 256 x 256 pairs from there on, one by one.
+
+        Raises:
+            InputError: an inset that begins outside.
+            ToolchainError: matplotlib is missing.
+        """
+        entry = self._entry(batch, head)
+        if inset is not None and not (0 <= inset[0] < self.q_len and 0 <= inset[1] < self.kv_len):
+            raise InputError(f"expected an inset that begins at query < {self.q_len} and key < {self.kv_len}, got {inset}")
+        corner = None if inset is None else (*inset, _INSET_SIDE)
+        picture.plot(self, path, entry, title, corner, lambda *place: self._pairs(batch, head, *place))
 
     def summary(self) -> str:
         """Sizes, counts and how they were found, on two lines."""
-        counts, total = self.counts(), max(self.kind.numel(), 1)
+        counts, total = self.counts(), max(self._blocks, 1)
         shares = ", ".join(f"{name} {n:,} ({100 * n / total:.1f} %)" for name, n in counts.items())
-        found = f"{self.proved:,} by bounds, {self.sampled:,} by samples, {self.evaluated:,} by evaluation, {self.undecided:,} undecided"
-        b, h, rows, columns = self.kind.shape
+        b, h, rows, columns = self.shape
         size = f"{self.q_len} queries x {self.kv_len} keys in blocks of {self.block[0]} x {self.block[1]}: {rows} x {columns} blocks"
-        return f"{size}, {b} x {h} of batch x heads\n{shares}; decided: {found}"
+        return f"{size}, {b} x {h} of batch x heads\n{shares}; decided: {self.proof}"
 
     def __repr__(self) -> str:
         return f"<BlockMap {self.summary()}>"
 
     def __str__(self) -> str:
-        return f"{self.summary()}\n{self.picture()}" if self.kind.numel() else self.summary()
+        return f"{self.summary()}\n{self.picture()}" if self._blocks else self.summary()
 
-    def plot(self, path: str | Path, batch: int = 0, head: int = 0, title: str = "") -> None:
-        """Draw the blocks of one batch element and head into an image file; axes are in tokens.
+    def _pairs(self, batch: int, head: int, query: int, key: int, side: int) -> Tensor:
+        """The mask of a square of pairs, as far as it exists: bool [queries, keys]."""
+        q_idx = torch.arange(query, min(query + side, self.q_len), device=self.device, dtype=torch.int32)[:, None]
+        kv_idx = torch.arange(key, min(key + side, self.kv_len), device=self.device, dtype=torch.int32)
+        shape = (len(q_idx), len(kv_idx))
+        if self.tokens is None:
+            return torch.ones(shape, dtype=torch.bool, device=self.device)
+        b, h = (torch.tensor(n, device=self.device, dtype=torch.int32) for n in (batch, head))
+        return self.tokens.at(b, h, q_idx, kv_idx).expand(shape)
 
-        Raises:
-            ToolchainError: matplotlib is missing.
-        """
-        figure_class, patch, colours = _matplotlib()
-        small = _scaled_down(self._entry(batch, head), _PLOT_SIDE, _PLOT_SIDE).cpu().numpy()
-        figure = figure_class(figsize=(5, 5.4), layout="constrained")
-        axes = figure.subplots()
-        palette = {EMPTY: "#f3f3f3", PARTIAL: "#f2a541", FULL: "#2b6cb0"}
-        extent = (0, self.kv_len, self.q_len, 0)
-        axes.imshow(small, cmap=colours(list(palette.values())), vmin=0, vmax=2, interpolation="nearest", extent=extent, aspect="auto")
-        axes.set_xlabel("keys (tokens)")
-        axes.set_ylabel("queries (tokens)")
-        axes.set_title(title or f"blocks of {self.block[0]} x {self.block[1]} tokens, {100 * self.sparsity():.1f} % empty")
-        handles = [
-            patch(facecolor=palette[k], edgecolor="#999999", label=name)
-            for name, k in (("empty", EMPTY), ("partial", PARTIAL), ("full", FULL))
-        ]
-        figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
-        figure.savefig(path, dpi=150)
+    def _refuse_dense(self, what: str, shape: tuple[int, ...]) -> None:
+        if math.prod(shape) > _DENSE_LIMIT:
+            raise ShapeError(f"a dense {what} of shape {list(shape)} has {math.prod(shape):,} entries: expected at most {_DENSE_LIMIT:,}")
 
-    def _entry(self, batch: int, head: int) -> Tensor:
+    def _entry(self, batch: int, head: int) -> int:
         if not (0 <= batch < self.batch and 0 <= head < self.heads):
             raise InputError(f"expected batch < {self.batch} and head < {self.heads}, got {batch} and {head}")
-        return self.kind[batch if self.kind.shape[0] > 1 else 0, head if self.kind.shape[1] > 1 else 0]
-
-
-def row_work(kind: Tensor) -> Tensor:
-    """Blocks that are not empty in each block row, summed over batch and heads: int64 [n]."""
-    return (kind != EMPTY).sum(dim=(0, 1, 3))
-
-
-def runs_of(kind: Tensor) -> Runs:
-    """The runs of partial and of full blocks in each row of `kind`, and the rows by work, longest first."""
-    b, h, rows, columns = kind.shape
-    changes = torch.ones(kind.shape, dtype=torch.bool, device=kind.device)
-    torch.ne(kind[..., 1:], kind[..., :-1], out=changes[..., 1:])
-    # Every row begins a segment, so one ends where the next begins. From here on the cost is that of the segments, not of the blocks.
-    start = changes.flatten().nonzero().squeeze(1)
-    end = torch.cat([start[1:], start.new_full((1,), kind.numel())]) if len(start) else start
-    row = start // max(columns, 1)
-    what = kind.flatten()[start]
-    work = torch.zeros(b * h * rows, dtype=torch.int64, device=kind.device)
-    work.index_add_(0, row, (end - start) * (what != EMPTY))
-    ends = torch.stack([start - row * columns, end - row * columns], dim=-1).to(torch.int32)
-    partial, full = (_table(row[what == k], ends[what == k], (b, h, rows)) for k in (PARTIAL, FULL))
-    order = torch.argsort(work.view(b * h, rows).sum(0), descending=True, stable=True)
-    return Runs(partial, full, order.to(torch.int32))
-
-
-def walk_of(kind: Tensor) -> Walk:
-    """The walk over each row of `kind`."""
-    b, h, rows, columns = kind.shape
-    runs = runs_of(kind)
-    is_partial = kind == PARTIAL
-    count = is_partial.sum(-1, dtype=torch.int32)
-    width = max(int(count.max()), 1) if count.numel() else 1
-    found = is_partial.flatten().nonzero().squeeze(1)
-    row = found // max(columns, 1)
-    partial = torch.zeros((b * h * rows, width), dtype=torch.int32, device=kind.device)
-    first = count.flatten().cumsum(0) - count.flatten()
-    partial[row, torch.arange(len(found), device=kind.device) - first[row]] = (found - row * columns).to(torch.int32)
-    return Walk(runs.full, partial.view(b, h, rows, width), count, runs.order)
-
-
-def _table(row: Tensor, ends: Tensor, shape: tuple[int, int, int]) -> Tensor:
-    """Runs, sorted by row (ends [runs, 2]), as int32 [*shape, R, 2] with R of the row that has most of them, at least 1."""
-    counts = torch.bincount(row, minlength=math.prod(shape))
-    most = max(int(counts.max()), 1) if counts.numel() else 1
-    runs = torch.zeros((counts.numel(), most, 2), dtype=torch.int32, device=row.device)
-    rank = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
-    runs[row, rank] = ends
-    return runs.view(*shape, most, 2)
-
-
-def _scaled_down(kind: Tensor, rows: int, columns: int) -> Tensor:
-    """At most rows × columns cells: the kind that all blocks of a cell share, or PARTIAL."""
-    step = max(1, math.ceil(kind.shape[0] / rows), math.ceil(kind.shape[1] / columns))
-    if step == 1 or not kind.numel():
-        return kind
-    # ceil_mode: the last cell holds what is left; max_pool2d ignores what lies outside.
-    values = kind.float()[None]
-    lo = -torch.nn.functional.max_pool2d(-values, step, ceil_mode=True)[0]
-    hi = torch.nn.functional.max_pool2d(values, step, ceil_mode=True)[0]
-    return torch.where(lo == hi, lo, float(PARTIAL)).to(torch.uint8)
-
-
-def _matplotlib() -> tuple[Any, Any, Any]:
-    try:
-        from matplotlib.colors import ListedColormap
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError:
-        raise ToolchainError("plot needs matplotlib, which is missing: pip install matplotlib") from None
-    return Figure, Patch, ListedColormap
+        return (batch if self.shape[0] > 1 else 0) * self.shape[1] + (head if self.shape[1] > 1 else 0)

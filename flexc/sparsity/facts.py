@@ -1,26 +1,37 @@
 """Facts about captured tensors: the smallest and largest element that an interval of indices can reach.
 
-Computed in O(N) on the tensor's own device, once for each tensor and dimension. Dimensions whose index is one known number for each tile
-(batch, head, constants) are read directly. Along one more dimension a sparse table answers any range with two reads. Where more
-dimensions are ranges, small boxes are enumerated and larger ones get the extremes of the whole tensor.
+Computed in O(N) on the tensor's own device and kept for as long as the tensor is unchanged. An index that depends on neither q_idx nor
+kv_idx (batch, head, constants) is one number for each tile and is read directly. Along one more dimension a sparse table answers any
+range with two reads; along two and more, and where that table would be large, cells of every size that is a power of two answer a box
+with two reads a dimension. In a tensor that ascends, the ends of a range are its extremes. Nothing here waits for the device.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from flexc.ir.graph import Node
-from flexc.ir.interval import Interval
+from flexc.errors import InputError
+from flexc.ir.affine import affine_form
+from flexc.ir.bounds import anything
+from flexc.ir.graph import Node, inputs_of
+from flexc.ir.interval import Claim, Interval, either, unless
 
 Tensor = torch.Tensor
 
-_SMALL_TABLE = 2**16  # elements up to which a sparse table has one cell for each element
-_MOST_CELLS = 2**20
-_BOX_SIDE = 8  # ranges up to this length are enumerated where several dimensions are ranges
+_SMALL_TABLE = 2**13  # elements up to which a table has one cell for each element
+SPARSE_CELLS = 2**15  # a sparse table has log2(cells) levels of as many cells
+_MOST_CELLS = 2**22
+_MOST_CELL_LENGTH = 128
+_TOKENS = frozenset({"q_idx", "kv_idx"})
 
 
 class Facts:
@@ -35,122 +46,202 @@ class Facts:
     def __init__(self, tensors: Sequence[Tensor], granule: int = 1):
         self.tensors = tuple(tensors)
         self.granule = granule
-        self._loaded: dict[int, Tensor] = {}
-        self._tables: dict[tuple[int, int], _SparseTable] = {}
-        self._extremes: dict[int, tuple[Tensor, Tensor]] = {}
-        self._nan: dict[int, bool] = {}
 
     def gather(self, node: Node, indices: list[Interval]) -> Interval:
-        """Bounds of a gather whose indices lie in the intervals. An index outside the tensor reads as 0."""
-        slot = node.attrs[0]
-        tensor = self._tensor(slot)
+        """Bounds of a gather whose indices lie in the intervals: of batch and head, one number for each tile.
+
+        An index outside the tensor reads as 0. A NaN that can be read makes the element anything.
+        """
+        tensor = self.tensors[node.attrs[0]].detach()
         if tensor.numel() == 0:
-            return Interval.point(torch.zeros((), dtype=torch.float64, device=tensor.device))
+            return Interval.point(0.0)
         ranges = [_Range(index, size, tensor.device) for index, size in zip(indices, tensor.shape, strict=True)]
-        wide = [d for d, r in enumerate(ranges) if not r.is_point]
-        if not wide:
-            value = tensor[tuple(r.first for r in ranges)]
-            lo, hi = _ends(value, value)
-        elif len(wide) == 1:
-            lo, hi = self._table(slot, wide[0]).query(ranges, wide[0])
-        else:
-            lo, hi = self._box(slot, ranges, wide)
-        if ranges:
-            outside = ranges[0].outside
-            for r in ranges[1:]:
-                outside = outside | r.outside
-            lo, hi = torch.where(outside, lo.clamp(max=0), lo), torch.where(outside, hi.clamp(min=0), hi)
+        wide = [d for d, index in enumerate(node.args) if is_wide(index)]
+        lo, hi = self._extremes(tensor, node, ranges, wide)
+        # Nothing is known of an element that an index cannot tell, such as the batch number times something that wraps around.
+        blurred = either(*(ranges[d].is_range for d in range(len(ranges)) if d not in wide))
+        outside = either(*(r.outside for r in ranges))
+        unknown = anything(node.dtype)
+        lo, hi = unless(blurred, unknown.lo.double(), lo), unless(blurred, unknown.hi.double(), hi)
+        if outside is not False:
+            lo, hi = unless(outside, lo.clamp(max=0), lo), unless(outside, hi.clamp(min=0), hi)
+        nan = (lo == -math.inf) & (hi == math.inf) if tensor.is_floating_point() else False
         # Integers past 2^53 round in float64; `Interval.settled` takes those for unknown.
-        return Interval(lo, hi, self._has_nan(slot))
+        return Interval(lo, hi, nan).with_range(*range_of(tensor.dtype))
 
-    def _tensor(self, slot: int) -> Tensor:
-        if slot not in self._loaded:
-            self._loaded[slot] = _as_loaded(self.tensors[slot].detach())
-        return self._loaded[slot]
+    def _extremes(self, tensor: Tensor, node: Node, ranges: list[_Range], wide: list[int]) -> tuple[Tensor, Tensor]:
+        if not wide:
+            return _ends(as_loaded(tensor[tuple(r.first for r in ranges)]))
+        if wide == [tensor.dim() - 1] and is_declared_sorted(tensor):
+            before = [r.first for r in ranges[:-1]]
+            first, last = (as_loaded(tensor[(*before, at)]) for at in (ranges[-1].first, ranges[-1].last))
+            return _ends(first)[0], _ends(last)[1]
+        cell = cell_length(tensor.numel(), self.granule if counts_tokens(node, wide) else 1, len(wide))
+        kind = SparseTable if len(wide) == 1 and tensor.numel() // cell <= SPARSE_CELLS else Cells
+        return TABLES.get(tensor, (kind, *wide, cell), lambda: kind.of(tensor, wide, cell)).query(ranges)
 
-    def _has_nan(self, slot: int) -> bool:
-        if slot not in self._nan:
-            tensor = self._tensor(slot)
-            self._nan[slot] = tensor.is_floating_point() and bool(torch.isnan(tensor).any())
-        return self._nan[slot]
 
-    def _table(self, slot: int, dim: int) -> _SparseTable:
-        if (slot, dim) not in self._tables:
-            self._tables[slot, dim] = _SparseTable(self._tensor(slot), dim, self.granule)
-        return self._tables[slot, dim]
+def is_wide(index: Node) -> bool:
+    """Whether the index can be a range of numbers in a tile; otherwise it is one number."""
+    return bool(inputs_of(index) & _TOKENS)
 
-    def _box(self, slot: int, ranges: list[_Range], wide: list[int]) -> tuple[Tensor, Tensor]:
-        tensor = self._tensor(slot)
-        if slot not in self._extremes:
-            self._extremes[slot] = _ends(tensor, tensor, reduced=True)
-        all_lo, all_hi = self._extremes[slot]
-        side = _BOX_SIDE if len(wide) == 2 else 2
-        small = torch.ones((), dtype=torch.bool, device=tensor.device)
-        for d in wide:
-            small = small & (ranges[d].last - ranges[d].first < side)
-        if not bool(small.any()):
-            return all_lo.expand(small.shape), all_hi.expand(small.shape)
-        sides = [int(torch.where(small, ranges[d].last - ranges[d].first, 0).max()) + 1 for d in wide]
-        lo, hi = None, None
-        for steps in itertools.product(*map(range, sides)):
-            index = [r.first for r in ranges]
-            for d, step in zip(wide, steps, strict=True):
-                index[d] = torch.minimum(ranges[d].first + step, ranges[d].last)
-            value_lo, value_hi = _ends(tensor[tuple(index)], tensor[tuple(index)])
-            lo = value_lo if lo is None else torch.minimum(lo, value_lo)
-            hi = value_hi if hi is None else torch.maximum(hi, value_hi)
-        assert lo is not None and hi is not None
-        return torch.where(small, lo, all_lo), torch.where(small, hi, all_hi)
+
+def counts_tokens(gather: Node, dims: Iterable[int]) -> bool:
+    """Whether a tile reaches as many elements along these dimensions as it has tokens, as in table[q_idx - 3]."""
+    return all(any(affine_form(gather.args[d]).coefficient(name) for name in _TOKENS) for d in dims)
+
+
+def range_of(dtype: torch.dtype) -> tuple[float, float]:
+    """Of elements, known from the dtype. int64 is left open, as it may be past what float64 counts."""
+    if dtype == torch.bool:
+        return 0.0, 1.0
+    if dtype.is_floating_point or dtype == torch.int64:
+        return -math.inf, math.inf
+    info = torch.iinfo(dtype)
+    return float(min(info.min, 0)), float(info.max)
 
 
 class _Range:
-    """Whole indices first..last inside [0, size), and whether the index may also lie outside the tensor."""
+    """Whole indices first..last inside [0, size).
+
+    Attributes:
+        outside: where the index may also lie outside the tensor.
+        is_range: where first and last differ.
+    """
 
     def __init__(self, index: Interval, size: int, device: torch.device):
-        # Anything further away than this is outside; the clamp keeps infinite ends out of integers.
-        lo = torch.ceil(index.lo.to(device)).clamp(-size - 1, size).long()
-        hi = torch.floor(index.hi.to(device)).clamp(-size - 1, size).long()
-        lo, hi = torch.broadcast_tensors(lo, hi)
-        self.outside = (lo < -size) | (hi >= size)
-        # Negative indices count from the end; a range across zero reaches both ends of the tensor.
-        across = (lo < 0) & (hi >= 0)
-        first = torch.where(across, 0, torch.where(lo < 0, lo + size, lo)).clamp(0, size - 1)
-        last = torch.where(across, size - 1, torch.where(hi < 0, hi + size, hi)).clamp(0, size - 1)
-        self.first, self.last = first, torch.maximum(first, last)
-        self.is_point = bool((self.first == self.last).all())
+        lo, hi = index.lo.to(device), index.hi.to(device)
+        if index.is_whole and index.least >= 0 and index.most < size:
+            self.outside: Claim = False
+            self.first, self.last = lo.long(), hi.long()
+        else:
+            # Anything further away than this is outside; the clamp keeps infinite ends out of integers.
+            lo, hi = torch.ceil(lo).clamp(-size - 1, size).long(), torch.floor(hi).clamp(-size - 1, size).long()
+            self.outside = (lo < -size) | (hi >= size)
+            # Negative indices count from the end; a range across zero reaches both ends of the tensor.
+            across = (lo < 0) & (hi >= 0)
+            first = torch.where(across, 0, torch.where(lo < 0, lo + size, lo)).clamp(0, size - 1)
+            last = torch.where(across, size - 1, torch.where(hi < 0, hi + size, hi)).clamp(0, size - 1)
+            self.first, self.last = first, torch.maximum(first, last)
+        self.is_range: Claim = False if index.is_point and self.outside is False else self.first != self.last
 
 
-class _SparseTable:
-    """Minimum and maximum over ranges of one dimension: level k holds those of 2^k neighbouring cells."""
+# --- tables ----------------------------------------------------------------------------------------------------------------------------
 
-    def __init__(self, tensor: Tensor, dim: int, granule: int):
-        self.cell = _cell_length(tensor.numel(), granule)
-        lo, hi = _without_nan(tensor.movedim(dim, -1))
-        self.lo = _levels(_cells(lo, self.cell, torch.amin), torch.minimum)
-        self.hi = _levels(_cells(hi, self.cell, torch.amax), torch.maximum)
 
-    def query(self, ranges: list[_Range], dim: int) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class SparseTable:
+    """Minimum and maximum over ranges of one dimension: level k holds those of 2^k neighbouring cells, from every cell on.
+
+    Attributes:
+        dim: the dimension of the ranges.
+        cell: elements of a cell.
+        lo, hi: [levels, the tensor's other dimensions, cells], in the dtype of `as_loaded`.
+    """
+
+    dim: int
+    cell: int
+    lo: Tensor
+    hi: Tensor
+
+    @staticmethod
+    def of(tensor: Tensor, dims: Sequence[int], cell: int) -> SparseTable:
+        (dim,) = dims
+        lo, hi = _least_and_most(tensor.movedim(dim, -1))
+        lo, hi = _cells(lo, cell, torch.amin), _cells(hi, cell, torch.amax)
+        return SparseTable(dim, cell, _levels(lo, torch.minimum), _levels(hi, torch.maximum))
+
+    def query(self, ranges: list[_Range]) -> tuple[Tensor, Tensor]:
         """Extremes as float64, one for each tile."""
-        first, last = ranges[dim].first // self.cell, ranges[dim].last // self.cell
-        _, exponent = torch.frexp((last - first + 1).to(torch.float64))
-        level = exponent.long() - 1  # floor(log2(number of cells)), exactly
-        others = tuple(r.first for d, r in enumerate(ranges) if d != dim)
+        first, last = ranges[self.dim].first // self.cell, ranges[self.dim].last // self.cell
+        level = _floor_log2(last - first + 1)
+        others = tuple(r.first for d, r in enumerate(ranges) if d != self.dim)
         left, right = (level, *others, first), (level, *others, last + 1 - (1 << level))
         lo = torch.minimum(self.lo[left], self.lo[right])
         hi = torch.maximum(self.hi[left], self.hi[right])
         return lo.to(torch.float64), hi.to(torch.float64)
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What takes memory."""
+        return self.lo, self.hi
 
-def _cell_length(elements: int, granule: int) -> int:
+
+@dataclass(frozen=True)
+class Cells:
+    """Minimum and maximum over boxes: along each of several dimensions the cells of every level stand one level after the other.
+
+    A box is covered by two cells of a fitting level in each dimension. It is answered exactly if it begins and ends at the borders of
+    cells, as aligned tiles do, else for a box of at most twice the sides.
+
+    Attributes:
+        dims: the dimensions of the box.
+        cell: elements along the side of a cell of level 0.
+        spans: for each of `dims` twice the number of its cells, a power of two: level k begins at span - (span >> k).
+        lo, hi: shaped like the tensor, but for `dims`.
+    """
+
+    dims: tuple[int, ...]
+    cell: int
+    spans: tuple[int, ...]
+    lo: Tensor
+    hi: Tensor
+
+    @staticmethod
+    def of(tensor: Tensor, dims: Sequence[int], cell: int) -> Cells:
+        lo, hi = _least_and_most(tensor)
+        spans = []
+        for dim in dims:
+            lo = _halved(_cells(lo.movedim(dim, -1), cell, torch.amin), torch.amin).movedim(-1, dim)
+            hi = _halved(_cells(hi.movedim(dim, -1), cell, torch.amax), torch.amax).movedim(-1, dim)
+            spans.append(lo.shape[dim] + 1)
+        return Cells(tuple(dims), cell, tuple(spans), lo.contiguous(), hi.contiguous())
+
+    def query(self, ranges: list[_Range]) -> tuple[Tensor, Tensor]:
+        """Extremes as float64, one for each tile."""
+        choices: list[tuple[Tensor, ...]] = [(r.first,) for r in ranges]
+        for dim, span in zip(self.dims, self.spans, strict=True):
+            first, last = ranges[dim].first // self.cell, ranges[dim].last // self.cell
+            level = _floor_log2(last - first + 1)
+            level = torch.where((last >> level) - (first >> level) > 1, level + 1, level)
+            start = span - (span >> level)
+            choices[dim] = (start + (first >> level), start + (last >> level))
+        places = list(itertools.product(*choices))
+        lo, hi = self.lo[places[0]], self.hi[places[0]]
+        for place in places[1:]:
+            lo, hi = torch.minimum(lo, self.lo[place]), torch.maximum(hi, self.hi[place])
+        return lo.to(torch.float64), hi.to(torch.float64)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What takes memory."""
+        return self.lo, self.hi
+
+
+def _floor_log2(x: Tensor) -> Tensor:
+    """Of positive integers, exactly."""
+    return torch.frexp(x.to(torch.float64)).exponent.long() - 1
+
+
+def cell_length(elements: int, granule: int, dims: int, most_cells: int = _MOST_CELLS) -> int:
+    """Elements along the side of a cell of a table.
+
+    Args:
+        elements: of the tensor.
+        granule: ranges begin and end at its multiples.
+        dims: along how many dimensions cells extend.
+        most_cells: cells grow until there are no more of them.
+    """
     cell = 1
     if elements > _SMALL_TABLE:
-        cell = max(c for c in range(1, 65) if granule % c == 0)
-    while elements // cell > _MOST_CELLS:
+        cell = max(c for c in range(1, _MOST_CELL_LENGTH + 1) if granule % c == 0)
+    while elements // cell**dims > most_cells:
         cell *= 2
     return cell
 
 
-def _cells(x: Tensor, cell: int, reduce) -> Tensor:
+def _cells(x: Tensor, cell: int, reduce: Callable[..., Tensor]) -> Tensor:
+    """Neighbours along the last dimension reduced, `cell` at a time; the last element stands in for those past the end."""
     if cell == 1:
         return x
     short = -x.shape[-1] % cell
@@ -159,7 +250,7 @@ def _cells(x: Tensor, cell: int, reduce) -> Tensor:
     return reduce(x.unflatten(-1, (-1, cell)), dim=-1)
 
 
-def _levels(x: Tensor, merge) -> Tensor:
+def _levels(x: Tensor, merge: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """[levels, ..., cells]; entries whose cells would pass the end repeat the level below and are never asked for."""
     levels = [x]
     width = 1
@@ -172,23 +263,149 @@ def _levels(x: Tensor, merge) -> Tensor:
     return torch.stack(levels)
 
 
-def _as_loaded(tensor: Tensor) -> Tensor:
+def _halved(x: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
+    """The last dimension, then pairs of it, pairs of pairs and so on down to one, in one row. Its length becomes a power of two first."""
+    short = (1 << (x.shape[-1] - 1).bit_length()) - x.shape[-1]
+    levels = [torch.cat([x, x[..., -1:].expand(*x.shape[:-1], short)], dim=-1) if short else x]
+    while levels[-1].shape[-1] > 1:
+        levels.append(_cells(levels[-1], 2, reduce))
+    return torch.cat(levels, dim=-1)
+
+
+def as_loaded(tensor: Tensor) -> Tensor:
     """In the dtype that a kernel computes with; bool as uint8, which has a minimum."""
     if tensor.is_floating_point():
         return tensor.to(torch.float32)
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
-def _without_nan(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Lower and upper ends of each element: any number where it is NaN."""
+def _least_and_most(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Lower and upper end of each element: any number where it is NaN."""
+    x = as_loaded(tensor)
     if not x.is_floating_point():
         return x, x
-    nan = torch.isnan(x)
-    return torch.where(nan, -math.inf, x), torch.where(nan, math.inf, x)
+    return x.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf), x.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
 
 
-def _ends(lo: Tensor, hi: Tensor, reduced: bool = False) -> tuple[Tensor, Tensor]:
-    lo, hi = _without_nan(lo)[0], _without_nan(hi)[1]
-    if reduced:
-        lo, hi = lo.amin(), hi.amax()
-    return lo.to(torch.float64), hi.to(torch.float64)
+def _ends(value: Tensor) -> tuple[Tensor, Tensor]:
+    lo, hi = _least_and_most(value)
+    wide = lo.to(torch.float64)
+    return wide, wide if lo is hi else hi.to(torch.float64)
+
+
+# --- what belongs to a tensor ------------------------------------------------------------------------------------------------------
+
+
+def _place(tensor: Tensor) -> Hashable:
+    """What tells this view of a storage from others. Two views at one place are equal for as long as the storage lives."""
+    return id(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+@dataclass
+class TableCache:
+    """Tables of facts by the tensor they were made from and its version, for as long as its storage lives.
+
+    Views of one storage that look alike, such as a tensor and what `detach` makes of it, share their tables. Not kept: tables of tensors
+    whose versions PyTorch does not count, and those made while a CUDA graph is captured, which has to make them again at every replay.
+
+    Attributes:
+        most, most_bytes: past one of them the tables used least recently are dropped.
+    """
+
+    most: int = 64
+    most_bytes: int = 2**28
+    _kept: OrderedDict[Hashable, _Kept] = field(default_factory=OrderedDict)
+    _lock: threading.RLock = field(default_factory=threading.RLock)  # garbage collection may call `_forget` at any point
+
+    def get(self, tensor: Tensor, kind: tuple, make: Callable[[], Any]) -> Any:
+        """The table of this kind, made at first need. It has `tensors`."""
+        if tensor.is_inference() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return make()
+        key, version = (_place(tensor), kind), (tensor._version, tensor.data_ptr())
+        with self._lock:
+            kept = self._kept.get(key)
+            if kept is not None and kept.version == version and kept.storage() is tensor.untyped_storage():
+                self._kept.move_to_end(key)
+                return kept.table
+        table = make()
+        size_bytes = sum(t.numel() * t.element_size() for t in table.tensors)
+        storage = weakref.ref(tensor.untyped_storage(), lambda _: self._forget(key))
+        with self._lock:
+            self._kept[key] = _Kept(storage, version, table, size_bytes)
+            self._evict()
+        return table
+
+    def clear(self) -> None:
+        """Forget every table."""
+        with self._lock:
+            self._kept.clear()
+
+    def _forget(self, key: Hashable) -> None:
+        with self._lock:
+            kept = self._kept.get(key)
+            if kept is not None and kept.storage() is None:
+                del self._kept[key]
+
+    def _evict(self) -> None:
+        size_bytes = sum(kept.size_bytes for kept in list(self._kept.values()))
+        while len(self._kept) > 1 and (len(self._kept) > self.most or size_bytes > self.most_bytes):
+            size_bytes -= self._kept.popitem(last=False)[1].size_bytes
+
+
+@dataclass(frozen=True)
+class _Kept:
+    storage: weakref.ref
+    version: tuple[int, int]
+    table: Any
+    size_bytes: int
+
+
+TABLES = TableCache()
+
+_sorted: dict[Hashable, weakref.ref] = {}
+
+
+def declare_sorted(tensor: Tensor) -> Tensor:
+    """State that the tensor ascends along its last dimension (equal neighbours are fine), now and whenever it is written to.
+
+    Block maps then read the ends of a range of positions instead of looking at every element. The statement holds for this tensor and for
+    views that look the same, for as long as its memory lives; with FLEXC_CHECK=1 it is verified.
+
+    Returns:
+        The tensor.
+
+    Raises:
+        InputError: it has no dimension, or is a tensor of truth values.
+    """
+    if tensor.dim() == 0 or tensor.dtype == torch.bool:
+        raise InputError(f"expected a tensor of numbers with a dimension to be sorted along, got {tensor.dtype} {tuple(tensor.shape)}")
+    key = _place(tensor)
+    _sorted[key] = weakref.ref(tensor.untyped_storage(), lambda dead: _sorted.pop(key, None) if _sorted.get(key) is dead else None)
+    return tensor
+
+
+def is_declared_sorted(tensor: Tensor) -> bool:
+    """Whether `declare_sorted` was called with this tensor."""
+    return bool(_sorted) and _place(tensor) in _sorted
+
+
+def verify_facts(tensors: Iterable[Tensor], names: Sequence[str] = ()) -> None:
+    """Check what was stated about the tensors. Waits for the device.
+
+    Args:
+        names: what the user calls them, for messages.
+
+    Raises:
+        InputError: a tensor that was declared sorted descends; names the first position that does.
+    """
+    for slot, tensor in enumerate(tensors):
+        if not is_declared_sorted(tensor):
+            continue
+        descends = ~(tensor[..., 1:] >= tensor[..., :-1])
+        if not bool(descends.any()):
+            continue
+        *before, place = (int(i[0]) for i in descends.nonzero(as_tuple=True))
+        name = names[slot] if slot < len(names) else "a tensor"
+        values = tensor[(*before, place)].item(), tensor[(*before, place + 1)].item()
+        at = ", ".join(map(str, (*before, place + 1)))
+        raise InputError(f"{name} was declared sorted, but {name}[{at}] = {values[1]} comes after {values[0]}")

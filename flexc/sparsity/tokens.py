@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from flexc.ir.eager import Environment, evaluate
-from flexc.ir.graph import Node, inputs_of, topological
+from flexc.ir.graph import POSITIONS, Graph, Node, inputs_of, topological
 
 Tensor = torch.Tensor
 
@@ -28,6 +28,7 @@ class TokenMask:
         block: tokens per block (Bq, Bkv).
         tensors, scalars: captured values, held by reference.
         device: where positions are made.
+        graph: what the mask is part of, for the names and lines that the user gave; None where there are none.
     """
 
     mask: Node
@@ -37,13 +38,18 @@ class TokenMask:
     tensors: tuple[Tensor, ...]
     scalars: tuple[int | float | Tensor, ...]
     device: torch.device
+    graph: Graph | None = None
 
     def at(self, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """The mask at positions (int32, broadcast against each other); as small as the mask allows, to be broadcast."""
-        inputs = {"batch": batch, "head": head, "q_idx": q_idx, "kv_idx": kv_idx}
-        environment = Environment({name: inputs[name] for name in inputs_of(self.mask)}, self.tensors, self.scalars)
+        return self._values([self.mask], batch, head, q_idx, kv_idx)[0]
+
+    def _values(self, nodes: Sequence[Node], *positions: Tensor) -> list[Tensor]:
+        inputs = dict(zip(POSITIONS, positions))
+        read = {name for node in nodes for name in inputs_of(node)}
+        environment = Environment({name: inputs[name] for name in POSITIONS if name in read}, self.tensors, self.scalars)
         with torch.no_grad():
-            return evaluate([self.mask], environment)[0].to(self.device)
+            return [value.to(self.device) for value in evaluate(nodes, environment)]
 
     def sampled(self, tiles: Sequence[Tensor], points: Tensor) -> Tensor:
         """The mask at `points` of each tile: bool [tiles, points].
@@ -59,12 +65,16 @@ class TokenMask:
 
     def of_tiles(self, tiles: Sequence[Tensor]) -> Tensor:
         """The mask on every token of each tile: bool [tiles, Bq, Bkv]. Positions past the end repeat the last token."""
+        return self.nodes_of_tiles([self.mask], tiles)[0].expand(len(tiles[0]), *self.block)
+
+    def nodes_of_tiles(self, nodes: Sequence[Node], tiles: Sequence[Tensor]) -> list[Tensor]:
+        """Values of nodes below the mask, as `of_tiles`; as small as each node allows, to be broadcast."""
         batch, head, row, column = (t[:, None, None] for t in tiles)
         rows = torch.arange(self.block[0], device=self.device)[:, None]
         columns = torch.arange(self.block[1], device=self.device)
         q_idx = (row * self.block[0] + rows).clamp(max=self.q_len - 1).int()
         kv_idx = (column * self.block[1] + columns).clamp(max=self.kv_len - 1).int()
-        return self.at(batch.int(), head.int(), q_idx, kv_idx).expand(len(tiles[0]), *self.block)
+        return self._values(nodes, batch.int(), head.int(), q_idx, kv_idx)
 
     def tiles_per_chunk(self, pairs: int) -> int:
         """How many tiles of `pairs` positions each fit into CHUNK_BYTES while they are evaluated."""

@@ -72,6 +72,31 @@ def test_no_queries_or_no_keys(attention, device, q_len, kv_len):
     assert all(g.shape == x.shape and not g.any() for g, x in zip(gradients, (q, k, v)))
 
 
+@pytest.mark.parametrize("rate", ["row", "element"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_see_only_the_least_number_are_means_of_all_keys(attention, device, dtype, rate):
+    """A bias with the least number of its dtype for "masked" is finite: such a row is a mean of all keys, not empty."""
+    q, k, v = qkv(q_len=40, device=device, grad=True)
+    least = torch.finfo(dtype).min
+    bias = torch.zeros(40, dtype=dtype, device=device)
+    bias[5:9] = least
+    bias[9] = -math.inf
+    if rate == "element":
+        bias = bias[:, None].repeat(1, 40)
+        bias[:5, 30:] = least
+        bias[0, :3] = -math.inf
+    by_row = (lambda s, b, h, i, j: s + bias[i]) if rate == "row" else (lambda s, b, h, i, j: s + bias[i, j])
+    out, aux = attention(by_row)(q, k, v, return_lse=True)
+    truth, lse = reference(by_row, None, q, k, v)
+    close(out, truth)
+    close(out[:, :, 5:9], v.mean(2, keepdim=True).repeat_interleave(2, 1).expand(-1, -1, 4, -1))
+    assert bool((aux.lse[:, :, 5:9] < -2e38).all()) and not out[:, :, 9].any() and bool((aux.lse[:, :, 9] == -math.inf).all())
+    rest = torch.cat([aux.lse[:, :, :5], aux.lse[:, :, 10:]], 2)
+    close(rest, torch.cat([lse[:, :, :5], lse[:, :, 10:]], 2))
+    gradients = torch.autograd.grad(out.square().sum(), [q, k, v])
+    assert all(g.isfinite().all() for g in gradients)
+
+
 # --- any set of gradients ------------------------------------------------------------------------------------------------------------
 
 

@@ -49,6 +49,9 @@ TORCH = {
     "to a device": lambda s, b, h, q, k: s + (q.to("cpu") & 1) + (q.to(s.device) & 2),
     "to another's dtype": lambda s, b, h, q, k: q.to(s) / 2 + k.type_as(s),
     "bool": lambda s, b, h, q, k: s + q.bool().float() + s.to(torch.bool),
+    "new": lambda s, b, h, q, k: (
+        s + s.new_zeros(()) + q.new_ones(()) * s.new_full((), 3.5) + s.new_tensor(2) + b.new_ones((), dtype=torch.bool)
+    ),
     "likes": lambda s, b, h, q, k: s + torch.zeros_like(s) + torch.ones_like(q) * torch.full_like(s, 3.5),
     "own constants": lambda s, b, h, q, k: torch.tensor(0.5) * s + s * torch.tensor(2) - torch.tensor(1.0, dtype=torch.float32),
     "a number made traced": lambda s, b, h, q, k: torch.tensor(3.0) - torch.as_tensor(s),

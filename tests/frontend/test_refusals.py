@@ -126,6 +126,16 @@ class Shifted:
 
 
 # name: (function, the start of the message, what it says instead)
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
 REFUSED = {
     "loop over a traced length": (_traced_loop, r"`for` over a traced length \(LENGTHS\[batch\]\)", "a fixed number of rounds"),
     "range of a position": (lambda s, b, h, q, k: sum(s for _ in range(q)), r"`for` over a traced length \(q_idx\)", "fixed number"),
@@ -196,6 +206,9 @@ REFUSED = {
     "numpy array of values": (lambda s, b, h, q, k: np.asarray(s), "a NumPy array of score", "operators"),
     "index of a number": (lambda s, b, h, q, k: s[0], "an index into score", "the number itself"),
     "list of tensors": (lambda s, b, h, q, k: s + [TABLE, TABLE][h][q, k], "Python asks for the value of head", "captured torch tensor"),
+    "new vector": (lambda s, b, h, q, k: s + s.new_ones(3), r"a new tensor of shape \(3,\)", "a Python number"),
+    "new tensor of several": (lambda s, b, h, q, k: s + s.new_tensor([1.0, 2.0]).sum(), "a new tensor of several numbers", "indexed"),
+    "function with a derivative of its own": (lambda s, b, h, q, k: Doubled.apply(s), "Doubled.apply of a traced value", "its formula"),
     "cast to complex": (lambda s, b, h, q, k: s.to(torch.complex64), "a cast to torch.complex64", r"\.float\(\)"),
 }
 

@@ -59,6 +59,7 @@ def test_bounds_hold_every_value_of_every_node(pool, seed, data):
             value = value.expand(2, 3, 5, 7)[..., q0 : q1 + 1, k0 : k1 + 1].double()
             x = known[node]
             assert x.nan or not value.isnan().any(), f"{node} can be NaN"
+            assert node.dtype == BOOL or (x.least <= x.lo and x.hi <= x.most), f"{node}: {x} is not what was known before"
             assert ((x.lo <= value) & (value <= x.hi) | value.isnan()).all(), f"{node}: {value.min()}..{value.max()} outside {x}"
 
 
@@ -113,9 +114,8 @@ def test_a_shift_that_may_wrap_decides_nothing():
 
 def test_like_terms_are_collected():
     twice = apply("sub", apply("add", Q, K), K)
-    assert bounds([twice], tile((3, 5), (0, 1000)))[twice] == Interval(
-        *[torch.tensor(v, dtype=torch.float64) for v in (3, 5)], False, INT32
-    )
+    found = bounds([twice], tile((3, 5), (0, 1000)))[twice]
+    assert (found.lo, found.hi, found.nan, found.dtype) == (3, 5, False, INT32)
 
 
 def test_an_int32_that_may_wrap_is_anything():
@@ -216,3 +216,58 @@ def test_what_is_not_known_is_anything(dtype):
 
 def test_a_nan_constant_is_anything():
     assert bounds([const(math.nan)], {})[const(math.nan)].nan
+
+
+def test_known_intervals_are_used_and_nothing_below_them_is_evaluated():
+    row = apply("floordiv", gather(0, INT32, [Q]), 7)
+    mask = apply("eq", row, K)
+    asked = []
+
+    def refuse(node, indices):
+        raise AssertionError(f"{node} was evaluated")
+
+    class Known(dict):
+        def __getitem__(self, node):
+            asked.append(node)
+            return super().__getitem__(node)
+
+    known = Known({row: Interval.of(3.0, 3.0, dtype=INT32)})
+    found = bounds([mask], tile((0, 9), (3, 3)), gather=refuse, known=known)
+    assert found[mask].is_true
+    assert asked == [row]
+    assert Q not in found
+
+
+def test_terms_of_known_intervals_are_collected():
+    """Rows and columns evaluated by themselves: what both subtract still cancels."""
+    start = gather(0, INT32, [input_node("batch")])
+    mask = apply("ge", Q - start, K - start)
+
+    def positions(node, indices):
+        return interval(0, 10**6)
+
+    rows = bounds([Q - start], tile((64, 127), (0, 0)), gather=positions)
+    columns = bounds([K - start], tile((0, 0), (0, 63)), gather=positions)
+    known = {Q - start: rows[Q - start], K - start: columns[K - start], Q: rows[Q], K: columns[K], start: rows[start]}
+    assert bounds([mask], {}, known=known)[mask].is_true
+
+
+def test_a_sum_that_float64_rounds_is_not_believed():
+    """2^53 + 1 is no float64: the difference of the two sides would be off by one."""
+    a, b, c = (scalar(slot, INT64) for slot in range(3))
+    mask = apply("gt", (a + b) + c, b - c)
+    big = 2.0**53 - 1
+    found = bounds([mask], {}, [interval(big, big), interval(0, 0), interval(-big, -big)])[mask]
+    assert not (found.is_true and found.is_false)
+    exact = (int(big) + 0 - int(big)) > (0 + int(big))
+    assert not (found.is_true if not exact else found.is_false)
+
+
+def test_positions_below_their_length_need_no_wrapping():
+    """What cannot leave int32 is known before any data, and costs no operation."""
+    inputs = {name: Interval.positions(*[torch.tensor([3.0, 9.0], dtype=torch.float64)] * 2, 64) for name in ("q_idx", "kv_idx")}
+    known = bounds([Q - K, Q * 1000], inputs)
+    assert (known[Q - K].least, known[Q - K].most) == (-63.0, 63.0)
+    assert (known[Q * 1000].least, known[Q * 1000].most) == (0.0, 63000.0)
+    wraps = bounds([Q * 2**26], inputs)[Q * 2**26]
+    assert wraps.hi.tolist() == [3.0 * 2**26, 9.0 * 2**26] and wraps.most == 2.0**31 - 1

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from flexc.ir import ops
 from flexc.ir.bounds import bounds
@@ -71,8 +72,9 @@ def samples(kind: str, lo: torch.Tensor, hi: torch.Tensor, count: int, random: t
     return value.round()
 
 
+@pytest.mark.parametrize("foreknown", [False, True], ids=["ends in tensors", "ends known before any data"])
 @pytest.mark.parametrize("row, kinds", CASES)
-def test_bounds_hold_every_sampled_value(row, kinds):
+def test_bounds_hold_every_sampled_value(row, kinds, foreknown):
     random = torch.Generator().manual_seed(len(row.name))
     node = apply(row.name, *leaves(kinds))
     for scale in (1.0, 40.0):
@@ -80,10 +82,18 @@ def test_bounds_hold_every_sampled_value(row, kinds):
         points = [samples(k, *e, 40, random) for e, k in zip(ends, kinds, strict=True)]
         # One at a time: what is unknown about one interval must not excuse another.
         for i in range(48):
-            known = bounds([node], {}, [Interval(lo[i], hi[i]) for lo, hi in ends])[node]
+            operands = [of_ends(lo[i], hi[i], foreknown) for lo, hi in ends]
+            known = bounds([node], {}, operands)[node]
             for dtype in (torch.float32, torch.float64):
                 (found,) = evaluate([node], Environment({}, scalars=[p[i] for p in points], float_dtype=dtype))
                 assert_holds(known, found.double(), f"{row.name} of {[(lo[i].item(), hi[i].item()) for lo, hi in ends]}")
+
+
+def of_ends(lo: torch.Tensor, hi: torch.Tensor, foreknown: bool) -> Interval:
+    """With the ends known before any data, a point is one tensor."""
+    if not foreknown:
+        return Interval(lo, hi)
+    return Interval(lo, lo if lo == hi else hi).with_range(lo.item(), hi.item())
 
 
 def assert_holds(known: Interval, found: torch.Tensor, what: str) -> None:
@@ -91,6 +101,76 @@ def assert_holds(known: Interval, found: torch.Tensor, what: str) -> None:
     assert known.nan or not nan.any(), f"{what} can be NaN"
     inside = (known.lo <= found) & (found <= known.hi) | nan
     assert inside.all(), f"{what}: {found[~inside][:3].tolist()} outside [{known.lo.item()}, {known.hi.item()}]"
+    assert known.least <= known.lo and known.hi <= known.most, f"{what}: {known} is not what was known before"
+
+
+class NoHostDecisions(TorchFunctionMode):
+    """Refuses what would wait for a GPU: a tensor's value in Python's hands."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        assert getattr(func, "__name__", "") not in (
+            "__bool__",
+            "__int__",
+            "__float__",
+            "__index__",
+            "item",
+            "tolist",
+            "is_nonzero",
+            "nonzero",
+            "numpy",
+        ), f"{func.__name__} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+def test_host_decisions_are_seen():
+    for decide in (bool, int, float, torch.Tensor.item, torch.Tensor.nonzero):
+        with pytest.raises(AssertionError, match="waits for the device"), NoHostDecisions():
+            decide(torch.ones(()))
+
+
+@pytest.mark.parametrize("nan", [False, True], ids=["numbers", "perhaps NaN"])
+@pytest.mark.parametrize("row, kinds", CASES)
+def test_bounds_decide_nothing_on_the_host(row, kinds, nan):
+    random = torch.Generator().manual_seed(4)
+    ends = [random_intervals(k, d.lo * 3, d.hi * 3, 48, random) for d, k in zip(row.domain, kinds, strict=True)]
+    uncertain = (torch.arange(48) % 2 == 0)[:, None] if nan else False
+    operands = [Interval(lo, hi, uncertain if k == "float" else False) for (lo, hi), k in zip(ends, kinds, strict=True)]
+    foreknown = [x.with_range(x.lo.min().item(), x.hi.max().item()) for x in operands]
+    node = apply(row.name, *leaves(kinds))
+    both_sides = [apply(row.name, leaves(kinds)[0], leaves(kinds)[0])] if row.arity == 2 and len(set(kinds)) == 1 else []
+    with NoHostDecisions():
+        bounds([node, *both_sides], {}, operands)
+        bounds([node, *both_sides], {}, foreknown)
+
+
+@pytest.mark.parametrize("source", DTYPES)
+@pytest.mark.parametrize("target", DTYPES)
+def test_bounds_of_casts_decide_nothing_on_the_host(source, target):
+    lo = torch.tensor([-3.0, 0.0, 1e30, -math.inf], dtype=torch.float64)
+    node = cast(scalar(0, source), target)
+    with NoHostDecisions():
+        bounds([node], {}, [Interval(lo, lo + 2.0, torch.tensor([True, False, False, True]))])
+
+
+def test_what_can_be_nan_is_told_of_each_tile():
+    x, y = scalar(0, FLOAT32), scalar(1, FLOAT32)
+    operands = [
+        Interval(torch.tensor([-1.0, 4.0, 4.0]).double(), torch.tensor([3.0, 9.0, 9.0]).double()),
+        Interval(torch.tensor([2.0, 1.0, 0.0]).double(), torch.tensor([2.0, 1.0, 5.0]).double(), torch.tensor([False, False, True])),
+    ]
+    for node, expected in [
+        (apply("sqrt", x), [True, False, False]),
+        (apply("truediv", x, y), [False, False, True]),
+        (apply("pow", x, y), [True, False, True]),
+        (apply("where", apply("gt", x, 3.5), x, y), [False, False, False]),
+        (apply("where", apply("gt", x, 3.5), y, x), [False, False, True]),
+        (apply("where", apply("gt", x, 0.0), y, apply("sqrt", x)), [True, False, True]),
+    ]:
+        assert torch.as_tensor(bounds([node], {}, operands)[node].nan).expand(3).tolist() == expected, node
+    compared = bounds([apply("ge", x, apply("truediv", x, y))], {}, operands)
+    assert compared[apply("ge", x, apply("truediv", x, y))].is_true.tolist() == [False, False, False]
+    below = apply("lt", y, 6.0)
+    assert bounds([below], {}, operands)[below].is_true.tolist() == [True, True, False]
 
 
 @pytest.mark.parametrize("row, kinds", CASES)
@@ -106,7 +186,7 @@ def test_bounds_are_not_everything(row, kinds):
     node = apply(row.name, *leaves(kinds))
     known = bounds([node], {}, [Interval(p, p) for p in points])[node]
     (found,) = evaluate([node], Environment({}, scalars=points, float_dtype=torch.float64))
-    assert known.hi - known.lo <= 0.01 * (1 + found.double().abs())
+    assert known.hi.double() - known.lo.double() <= 0.01 * (1 + found.double().abs())
 
 
 @pytest.mark.parametrize("name", [row.name for row in ROWS if row.vjp is not None])

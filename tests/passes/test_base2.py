@@ -119,6 +119,55 @@ def test_a_number_at_the_end_of_float32_stays_finite(value):
     assert is_const(infinite.args[2], -math.inf)
 
 
+LEAST = torch.finfo(torch.float32).min
+ROW_BIAS = (TensorInput("bias", "float32", 1, True),)
+
+
+def logits(score: Node, values: torch.Tensor) -> torch.Tensor:
+    """logit2 * outer of a score that reads a captured tensor by query, for a raw product of 3."""
+    graph = lower_to_base2(Graph((("score", score),), ROW_BIAS))
+    inputs = {"raw": torch.tensor(3.0), "scale": torch.tensor(0.5), "q_idx": torch.arange(len(values)), "kv_idx": torch.tensor(0)}
+    logit, outer = evaluate([output(graph, "logit2"), output(graph, "outer")], Environment(inputs, [values]))
+    return logit * outer
+
+
+BY_ROW = gather(0, FLOAT32, [Q])
+SUMS = {
+    "sum": S + BY_ROW,
+    "difference": S - apply("neg", BY_ROW),
+    "factor": (S + BY_ROW) * 0.9,
+    "choice": apply("where", apply("ge", Q, K), S + BY_ROW, S),
+    "larger": apply("maximum", BY_ROW, S - 3e38),
+    "product of captured values": S + BY_ROW * gather(0, FLOAT32, [const(0)]),
+}
+
+
+@pytest.mark.parametrize("score", SUMS.values(), ids=SUMS.keys())
+def test_a_captured_number_at_the_end_of_float32_stays_finite(score):
+    """Times log2(e) it would overflow, and a row of it alone would have no key; -inf stays what it is."""
+    found = logits(score, torch.tensor([1.0, LEAST, LEAST * 0.75, -1e30, -math.inf]))
+    assert found[:4].isfinite().all() and found[1] == found[2] < found[3] < found[0]
+    assert found[4] == -math.inf or score is SUMS["larger"]
+
+
+def test_captured_numbers_of_both_signs_and_nan():
+    found = logits(S + BY_ROW, torch.tensor([-LEAST, math.inf, math.nan]))
+    assert found[0].isfinite() and found[1] == math.inf and found[2].isnan()
+
+
+@pytest.mark.parametrize("score", [S * BY_ROW, S - BY_ROW * (Q - K), apply("tanh", BY_ROW) + S], ids=["factor", "slope", "tanh"])
+def test_a_captured_number_that_is_not_added_costs_nothing_more(score):
+    ops = [n.op for n in topological([output(lower_to_base2(Graph((("score", score),), ROW_BIAS)), "logit2")])]
+    assert not {"where", "minimum", "maximum"} & set(ops)
+
+
+def test_a_captured_number_with_bounds_costs_nothing_more():
+    limited = apply("minimum", apply("maximum", BY_ROW, const(-100.0)), const(100.0))
+    for score, tensors in ((S + limited, ROW_BIAS), (S + BY_ROW, (TensorInput("bias", "float16", 1, True),))):
+        ops = [n.op for n in topological([output(lower_to_base2(Graph((("score", score),), tensors)), "logit2")])]
+        assert "where" not in ops
+
+
 def test_a_captured_factor_may_be_negative_so_it_stays_inside():
     graph = lowered(S * SLOPE)
     assert all(n.op != "gather" for n in topological([output(graph, "outer")]))

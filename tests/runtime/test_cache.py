@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import stat
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -251,6 +254,54 @@ def test_cache_can_be_moved(cache, tmp_path):
     assert Cache(tmp_path / "moved").get(KEY).meta == {"num_warps": 4}
 
 
+def test_what_is_loaded_is_what_was_checked(cache):
+    """A file that changes after its digest was compared."""
+    cache.put(KEY, FILES)
+    entry = cache.get(KEY)
+    entry.path("kernel.py").write_text("x = 2\n")
+    assert entry.text("kernel.py") == "x = 1\n"
+    assert cache.get(KEY) is None
+
+
+def test_damage_says_why_a_key_is_a_miss(cache):
+    assert cache.damage(KEY) is None
+    entry = cache.put(KEY, FILES)
+    assert cache.damage(KEY) is None
+    entry.path("kernel.py").write_text("x = 2\n")
+    assert cache.damage(KEY) == "kernel.py does not have its digest"
+
+
+@pytest.mark.parametrize("place", ["entry", "above it", "a file", "the manifest"])
+@pytest.mark.parametrize("mode", [0o020, 0o002])
+def test_what_others_can_write_in_a_cache_is_a_miss(cache, place, mode):
+    """The folder of a cache that was shipped with open folders inside."""
+    entry = cache.put(KEY, FILES)
+    path = {"entry": entry.folder, "above it": entry.folder.parent, "a file": entry.path("kernel.py")}.get(place, entry.folder / MANIFEST)
+    path.chmod(path.stat().st_mode | mode)
+    assert cache.get(KEY) is None
+    assert "others can write to" in cache.verify()[0].reason
+    cache.put(KEY, FILES)
+    assert (cache.get(KEY) is None) == (place == "above it")  # the folder of many entries is not ours to replace
+
+
+def test_files_are_private_under_any_umask(tmp_path):
+    before = os.umask(0)
+    try:
+        entry = Cache(tmp_path / "cache").put(KEY, FILES)
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in [entry.folder.parent, entry.folder, *entry.folder.iterdir()]}
+    assert set(modes.values()) <= {0o600, 0o700} and modes["kernel.py"] == 0o600
+    assert Cache(tmp_path / "cache").get(KEY) is not None
+
+
+def test_nothing_in_the_cache_is_unpickled():
+    """No part of flexc that reads the cache knows a format that runs code while it is read, other than the sources themselves."""
+    for name in ("cache", "module", "key", "triton_binaries", "triton_ahead"):
+        source = (Path(module.__file__).parent / f"{name}.py").read_text()
+        assert not re.search(r"^\s*(import|from) (pickle|marshal|shelve|dill|joblib)\b|torch\.load|cPickle", source, re.MULTILINE), name
+
+
 # Many processes
 
 
@@ -289,6 +340,40 @@ def test_two_processes_write_once(tmp_path, fork):
     arguments = (str(tmp_path / "cache"), str(tmp_path / "log"))
     _run_all([fork.Process(target=_compile_once, args=arguments) for _ in range(2)])
     assert (tmp_path / "log").read_text() == "compiled\n"
+
+
+EIGHT = """
+import os, sys, time
+import torch, flexc
+torch.set_num_threads(1)  # no threads yet, so that a fork is safe
+q, k, v = torch.randn(3, 1, 2, 50, 16, generator=torch.Generator().manual_seed(0))
+start = time.time() + 0.3
+children = []
+for _ in range(8):
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        time.sleep(max(0, start - time.time()))
+        out = flexc.attention(lambda s, b, h, i, j: s * 0.5, flexc.masks.causal)(q, k, v)
+        log = flexc.compile_log()
+        os.write(writer, f"{len(log.compiled)} {len(log)} {out.sum().item()!r}".encode())
+        os._exit(0)
+    os.close(writer)
+    children.append((child, reader))
+for child, reader in children:
+    print(os.read(reader, 1000).decode())
+    os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_eight_processes_that_start_at_once_compile_once(tmp_path):
+    environment = {**os.environ, "FLEXC_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-c", EIGHT], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    compiled, made, sums = zip(*(line.split() for line in done.stdout.splitlines()))
+    assert sorted(compiled) == ["0"] * 7 + ["1"]
+    assert set(made) == {"1"} and len(set(sums)) == 1 and len(sums) == 8
 
 
 def test_reader_never_sees_half_an_entry(tmp_path, fork):
@@ -378,6 +463,31 @@ def test_entry_larger_than_the_limit_is_kept_until_the_next(tmp_path):
     cache.put(OTHER, FILES)
     assert cache.get(KEY) is None
     assert cache.get(OTHER) is not None
+
+
+def test_entries_are_looked_at_once_in_a_while(tmp_path, monkeypatch):
+    """Adding up the sizes of all entries costs as much as there are: not at every compilation, nor in every process."""
+    looked = []
+    size_of = module._size_bytes
+    monkeypatch.setattr(module, "_size_bytes", lambda folder: looked.append(folder) or size_of(folder))
+    for number in range(20):
+        Cache(tmp_path / "cache", 10**6).put(key_of(number=number), FILES)
+    assert len(looked) == 1
+    Cache(tmp_path / "cache", 10**5).put(key_of(number=20), FILES)  # another limit
+    assert len(looked) == 22
+    (tmp_path / "cache" / "room").write_text("nonsense")
+    Cache(tmp_path / "cache", 10**5).put(key_of(number=21), FILES)
+    assert len(looked) == 22 + 22
+
+
+def test_limit_holds_however_much_is_written(tmp_path):
+    limit = 20_000
+    cache, most = Cache(tmp_path / "cache", limit), 0
+    for number in range(60):
+        cache.put(key_of(number=number), {"kernel.py": "x" * (37 * number % 1500)})
+        most = max(most, cache.info().size_bytes)
+    assert limit / 2 < most <= limit
+    assert cache.get(key_of(number=59)) is not None and cache.get(key_of(number=0)) is None
 
 
 def test_info_counts_entries_and_bytes(cache):

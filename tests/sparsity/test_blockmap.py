@@ -6,74 +6,33 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from flexc.errors import InputError, ShapeError, ToolchainError
-from flexc.sparsity import EMPTY, FULL, PARTIAL, BlockMap, row_work, runs_of
+from flexc.sparsity import FULL, PARTIAL
 from tests.sparsity.graphs import both, causal, classified, dense_mask, head, kv_idx, op, q_idx, read
-
-
-def kinds_from_runs(runs, shape) -> torch.Tensor:
-    """A loop over the runs, as a kernel would make it."""
-    kind = torch.zeros(shape, dtype=torch.uint8)
-    b, h, n, _ = shape
-    for table, value in ((runs.partial, PARTIAL), (runs.full, FULL)):
-        for i in range(b):
-            for j in range(h):
-                for row in range(n):
-                    for first, end in table[i, j, row].tolist():
-                        assert (first, end) == (0, 0) or first < end
-                        assert not kind[i, j, row, first:end].any()
-                        kind[i, j, row, first:end] = value
-    return kind
-
-
-@given(st.integers(0, 2**31), st.sampled_from([(1, 1, 1, 1), (2, 3, 5, 7), (1, 2, 6, 1), (3, 1, 1, 9), (1, 1, 4, 0), (1, 1, 0, 4)]))
-@settings(max_examples=60, deadline=None)
-def test_runs_give_back_the_kinds(seed, shape):
-    kind = torch.randint(0, 3, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
-    runs = runs_of(kind)
-    assert torch.equal(kinds_from_runs(runs, shape), kind)
-    for table in (runs.partial, runs.full):
-        assert table.dtype == torch.int32 and table.is_contiguous() and table.shape[:3] == shape[:3] and table.shape[3] >= 1
-
-
-def test_runs_are_in_order_and_merged():
-    kind = torch.tensor([[[[1, 1, 0, 2, 2, 2, 1], [0, 0, 0, 0, 0, 0, 0], [2, 2, 2, 2, 2, 2, 2]]]], dtype=torch.uint8)
-    runs = runs_of(kind)
-    assert runs.partial[0, 0].tolist() == [[[0, 2], [6, 7]], [[0, 0], [0, 0]], [[0, 0], [0, 0]]]
-    assert runs.full[0, 0].tolist() == [[[3, 6]], [[0, 0]], [[0, 7]]]
-    assert runs.order.tolist() == [2, 0, 1] and runs.order.dtype == torch.int32
+from tests.sparsity.test_runs import kinds_from_runs, kinds_from_walk
 
 
 def test_columns_are_the_transposed_rows():
     widths = torch.tensor([3, 30])
     found = classified(both(causal, op("lt", q_idx - kv_idx, read(0, widths, head))), 20, 64, h=2, tensors=(widths,))
-    shape = (*found.kind.shape[:2], found.kind.shape[3], found.kind.shape[2])
-    assert torch.equal(kinds_from_runs(found.columns(), shape), found.kind.transpose(-1, -2))
-    assert torch.equal(kinds_from_runs(found.rows(), found.kind.shape), found.kind)
-    assert found.rows() is found.rows()
+    assert torch.equal(kinds_from_runs(found.columns()), found.kind.transpose(-1, -2))
+    assert torch.equal(kinds_from_runs(found.rows()), found.kind)
+    assert torch.equal(kinds_from_walk(found.row_walk(), 8), found.kind)
+    assert torch.equal(kinds_from_walk(found.column_walk(), 3), found.kind.transpose(-1, -2))
+    assert found.columns() is found.columns() and found.row_walk() is found.row_walk()
 
 
 def test_rows_are_ordered_longest_first_and_stable():
-    assert classified(causal, 64, 64).rows().order.tolist() == [7, 6, 5, 4, 3, 2, 1, 0]
-    assert classified(causal, 64, 64).columns().order.tolist() == list(range(8))
-    assert classified(None, 64, 64).rows().order.tolist() == list(range(8))
-
-
-def test_work_is_summed_over_batch_and_heads():
-    kind = torch.tensor([[[[0, 1], [0, 0]], [[0, 0], [2, 1]]]], dtype=torch.uint8)
-    assert row_work(kind).tolist() == [1, 2]
-    assert runs_of(kind).order.tolist() == [1, 0]
+    assert classified(causal, 64, 64).row_walk().order.tolist() == [7, 6, 5, 4, 3, 2, 1, 0]
+    assert classified(causal, 64, 64).column_walk().order.tolist() == list(range(8))
+    assert classified(None, 64, 64).row_walk().order.tolist() == list(range(8))
 
 
 def test_a_ragged_last_key_block_is_partial_in_rows_and_columns():
     found = classified(None, 20, 33)
-    assert found.rows().full.unique(dim=2).tolist() == [[[[[0, 4]]]]]
-    assert found.rows().partial.unique(dim=2).tolist() == [[[[[4, 5]]]]]
-    assert found.columns().full[0, 0, -1].tolist() == [[0, 0]]
-    assert found.columns().partial[0, 0, -1].tolist() == [[0, 3]]
+    assert torch.equal(found.kind, torch.tensor([FULL] * 4 + [PARTIAL]).byte().expand(1, 1, 3, 5))
+    assert torch.equal(kinds_from_runs(found.columns()), found.kind.transpose(-1, -2))
 
 
 def test_figures():
@@ -124,7 +83,7 @@ def test_str_names_sizes_counts_and_how_they_were_found():
     text = str(classified(causal, 64, 64))
     assert "64 queries x 64 keys in blocks of 8 x 8: 8 x 8 blocks" in text
     assert "empty 28 (43.8 %), partial 8 (12.5 %), full 28 (43.8 %)" in text
-    assert "56 by bounds" in text and text.endswith("███████▒")
+    assert "64 by bounds" in text and text.endswith("███████▒")
     assert repr(classified(causal, 64, 64)).startswith("<BlockMap 64 queries x 64 keys")
     assert "0 queries" in str(classified(causal, 0, 64))
 
@@ -160,6 +119,29 @@ def test_plot_without_matplotlib_says_what_to_install(monkeypatch):
         classified(causal, 64, 64).plot("unused.png")
 
 
-def test_a_map_can_be_made_from_kinds():
-    kind = torch.tensor([[[[EMPTY, FULL]]]], dtype=torch.uint8)
-    assert BlockMap(kind, 8, 16, (8, 8), 1, 1).unmasked_pairs() == 64
+@pytest.mark.parametrize("most", [1, 3, 8, 100])
+def test_pairs_estimated_from_some_partial_blocks(most):
+    assert classified(causal, 64, 64).unmasked_pairs(most) == 64 * 65 // 2  # every partial block is alike
+    documents = torch.arange(640) // 37
+    found = classified(op("eq", read(0, documents, q_idx), read(0, documents, kv_idx)), 640, 640, tensors=(documents,))
+    assert found.unmasked_pairs(most) == pytest.approx(found.unmasked_pairs(), rel=0.5 if most < 8 else 0.15)
+
+
+def test_a_map_too_large_to_list_its_blocks_still_prints():
+    found = classified(causal, 2**20, 2**20, (32, 32))
+    with pytest.raises(ShapeError, match=r"a dense map of shape \[1, 1, 32768, 32768\] has 1,073,741,824 entries"):
+        found.kind  # noqa: B018
+    assert found.counts() == {"empty": 2**14 * (2**15 - 1), "partial": 2**15, "full": 2**14 * (2**15 - 1)}
+    assert found.picture(columns=4, rows=4) == "▒···\n█▒··\n██▒·\n███▒"
+    assert found.size_bytes < 4 * 2**20
+
+
+@pytest.mark.parametrize("q_len, kv_len", [(64, 64), (20, 33), (0, 8), (200, 7)])
+def test_other_lengths_are_derived_anew(q_len, kv_len):
+    """A mask of lengths cannot be cropped: the last documents of a longer one begin later, and a ragged last block is another one."""
+    documents = torch.arange(200) // 7
+    for mask, tensors in ((both(causal, op("eq", read(0, documents, q_idx), read(0, documents, kv_idx))), (documents,)), (None, ())):
+        found = classified(mask, 37, 91, b=2, h=3, tensors=tensors).with_lengths(q_len, kv_len)
+        direct = classified(mask, q_len, kv_len, b=2, h=3, tensors=tensors)
+        assert torch.equal(found.kind, direct.kind) and found.summary() == direct.summary()
+        assert classified(mask, 0, 0, tensors=tensors).with_lengths(q_len, kv_len).counts() == direct.counts()

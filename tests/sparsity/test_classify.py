@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from flexc.errors import InputError, InternalError, ShapeError
 from flexc.ir.graph import Graph, Node, ScalarInput, const, input_node, scalar
 from flexc.ir.ops import apply, cast
-from flexc.sparsity import EMPTY, FULL, PARTIAL, classify
+from flexc.sparsity import EMPTY, FULL, PARTIAL, Proof, by_bounds, by_evaluation, classify
 from tests.sparsity.graphs import (
     assert_agrees,
     batch,
@@ -193,7 +193,7 @@ def test_padding_tables():
 def test_a_limit_for_each_token():
     end = torch.arange(64) // 10 * 10 + 9
     found = assert_agrees(op("le", kv_idx, read(0, end, q_idx)), 64, 64, tensors=(end,))
-    assert found.proved >= 50
+    assert found.proof.bounds >= 50
 
 
 def test_random_tables_of_pairs():
@@ -313,8 +313,8 @@ def test_lengths_of_zero_and_one(q_len, kv_len):
     for mask in (causal, None):
         found = classified(mask, q_len, kv_len)
         assert found.kind.shape == (1, 1, -(-q_len // 8), -(-kv_len // 8))
-        assert found.rows().partial.shape[:3] == (1, 1, -(-q_len // 8))
-        assert found.columns().partial.shape[:3] == (1, 1, -(-kv_len // 8))
+        assert found.row_walk().rows.shape == (1, 1, -(-q_len // 8), 4)
+        assert found.column_walk().rows.shape == (1, 1, -(-kv_len // 8), 4)
         assert found.unmasked_pairs() == q_len * kv_len
 
 
@@ -343,20 +343,144 @@ def test_large_tables_use_cells():
 
 
 def test_counts_say_how_each_block_was_decided():
-    assert classified(causal, 64, 64, exact=False).undecided == 8
-    found = classified(causal, 1024, 1024, (128, 128))
-    assert (found.proved, found.sampled, found.evaluated, found.undecided) == (56, 8, 0, 0)
+    assert classified(causal, 64, 64, exact=False).proof == Proof(bounds=56, undecided=8)
+    assert classified(causal, 1024, 1024, (128, 128)).proof == Proof(bounds=64)
+    squares = op("lt", op("floormod", q_idx * q_idx + kv_idx * kv_idx, 7), 3)
+    assert classified(squares, 1024, 1024, (128, 128)).proof == Proof(sampled=64)
     hidden = op("eq", op("floormod", q_idx * 2 + kv_idx * 2, 2), 1)
     found = classified(hidden, 256, 256, (128, 128))
-    assert found.evaluated == 4 and (found.kind == EMPTY).all()
+    assert found.proof == Proof(evaluated=4) and (found.kind == EMPTY).all()
 
 
 def test_auto_stops_at_its_limit_and_stays_sound(monkeypatch):
-    monkeypatch.setitem(sys.modules[classify.__module__].__dict__["_AUTO_PAIRS"], "cpu", 64 * 5)
+    monkeypatch.setitem(by_evaluation._AUTO_PAIRS, "cpu", 64 * 16 + 64 * 5)
     hidden = op("eq", op("floormod", q_idx * 2 + kv_idx * 2, 2), 1)
     found = classified(hidden, 64, 64)
     assert found.counts() == {"empty": 5, "partial": 59, "full": 0}
-    assert (found.evaluated, found.undecided) == (5, 59)
+    assert found.proof == Proof(evaluated=5, undecided=59)
+
+
+def test_no_more_squares_than_a_limit_are_looked_at(monkeypatch):
+    """Past it, squares of many blocks stay partial as a whole."""
+    monkeypatch.setitem(by_bounds._MOST_SQUARES, "cpu", 1000)
+    table = torch.rand(256, 256, generator=GENERATOR) < 0.5
+    found = classified(read(0, table, q_idx, kv_idx), 256, 256, (2, 2), tensors=(table,))
+    assert found.counts() == {"empty": 0, "partial": 128 * 128, "full": 0} and found.proof == Proof(undecided=128 * 128)
+
+
+# --- what is mixed in every block -------------------------------------------------------------------------------------------------------
+
+DILATED = op("eq", op("floormod", q_idx - kv_idx, 4), 0)
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        DILATED,
+        op("eq", op("and", q_idx - kv_idx, 3), 0),
+        op("eq", op("floormod", q_idx * 16 - kv_idx * 16, 112), 0),
+        op("lt", op("floormod", q_idx * 3 + kv_idx, 10), 5),
+        op("eq", op("floormod", q_idx, 2), op("floormod", kv_idx, 2)),
+        op("ge", op("floormod", op("floormod", q_idx, 6) + op("floormod", kv_idx, 4), 3), 1),
+        op("gt", cast(op("floormod", q_idx + kv_idx, 5), "float32") * 0.5, 1.0),
+    ],
+)
+def test_a_periodic_condition_is_seen_to_be_mixed(condition):
+    mask = both(causal, condition)
+    found = assert_agrees(mask, 512, 480)
+    assert found.proof.mixed > 1700
+    long = classified(mask, 2**20, 2**20, (128, 128))
+    assert long.proof.mixed > 2**25 - 2**14 and long.proof.undecided == 0
+
+
+def test_a_formula_of_rows_and_constants_alone():
+    """What is mixed is looked for below nodes that are known for whole rows of squares."""
+    assert_agrees(op("where", const(True), op("eq", op("floormod", q_idx, 2), 0), const(False)), 512, 512)
+    assert_agrees(both(op("or", op("eq", op("floormod", kv_idx, 3), 1), const(False)), causal), 512, 512)
+
+
+@pytest.mark.parametrize(
+    "combine", [lambda m, d: op("or", op("not", m), d), lambda m, d: op("xor", m, d), lambda m, d: op("where", m, d, False)]
+)
+def test_what_is_mixed_stays_so_in_formulas(combine):
+    found = assert_agrees(combine(causal, DILATED), 512, 512)
+    assert found.proof.mixed > 1700
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        op("lt", op("floormod", q_idx - kv_idx, 64), 30),  # not mixed in every block
+        op("eq", op("floormod", q_idx * kv_idx, 3), 0),  # not a sum
+        op("eq", op("floormod", q_idx * 2000 - kv_idx, 3), 0),  # may wrap around
+        op("eq", op("floormod", q_idx - kv_idx, 4), 9),  # never true
+    ],
+)
+def test_other_conditions_are_not_called_mixed(condition):
+    found = assert_agrees(both(causal, condition), 160, 150)
+    assert found.proof.mixed == 0
+
+
+def test_a_ragged_end_is_not_called_mixed():
+    """Its only key is even, and it lies in one square with a block that is mixed."""
+    assert_agrees(op("eq", op("floormod", kv_idx, 2), 1), 512, 521)
+    assert_agrees(op("eq", op("floormod", q_idx, 2), 1), 521, 512)
+
+
+@pytest.mark.parametrize("divisor, seen", [(5, True), (37, False)])
+def test_few_phases_are_looked_at(divisor, seen):
+    condition = op("eq", op("floormod", q_idx - kv_idx, divisor), 0)
+    assert (classified(condition, 640, 640, (64, 64), exact=False).proof.mixed == 100) is seen
+
+
+# --- whether to evaluate ----------------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_that_are_partial_in_truth_are_not_evaluated_one_by_one():
+    """A window's border at 2^20 tokens: a few blocks are looked at, and as all of those are partial, the others are left alone."""
+    mask = both(causal, op("lt", q_idx - kv_idx, 1000))
+    found = classified(mask, 2**20, 2**20, (64, 64))
+    assert found.proof.sampled == found.proof.evaluated == 0
+    assert found.proof.undecided == found.counts()["partial"] < 2**16
+
+
+PARTS = {
+    "causal": causal,
+    "window": both(causal, op("lt", q_idx - kv_idx, 150)),
+    "neighbourhood, not aligned": both(
+        op("le", op("abs", op("floordiv", q_idx, 37) - op("floordiv", kv_idx, 37)), 2),
+        op("le", op("abs", op("floormod", q_idx, 37) - op("floormod", kv_idx, 37)), 2),
+    ),
+    "rows": op("lt", q_idx, 100),
+}
+
+
+@pytest.mark.parametrize("q_len, kv_len", [(640, 640), (515, 333), (70, 700)])
+@pytest.mark.parametrize("name", PARTS)
+def test_bounds_of_parts_tell_most_blocks(name, q_len, kv_len):
+    found = assert_agrees(PARTS[name], q_len, kv_len, (64, 32))
+    assert found.proof.sampled + found.proof.evaluated <= 0.15 * found.kind.numel()
+    assert found.proof.bounds > classified(PARTS[name], q_len, kv_len, (64, 32), exact=False).proof.bounds or name == "rows"
+
+
+def test_blocks_that_cannot_be_split_are_evaluated():
+    assert assert_agrees(causal, 100, 100, (10, 8)).proof.sampled > 0
+
+
+def test_blocks_that_bounds_cannot_see_through_are_evaluated():
+    """Bounds forget that the two readings of one element are the same; evaluation does not."""
+    table = torch.arange(2048) % 2 == 0
+    hidden = op("and", read(0, table, q_idx), op("not", read(0, table, q_idx)))
+    found = classified(op("or", causal, hidden), 2048, 2048, (16, 16), tensors=(table,))
+    assert found.counts() == {"empty": 128 * 127 // 2, "partial": 128, "full": 128 * 127 // 2}
+
+
+def test_a_million_tokens_take_little_memory():
+    """2^26 blocks of 128 x 128, of which none is listed."""
+    found = classified(both(causal, op("lt", q_idx - kv_idx, 4096)), 2**20, 2**20, (128, 128))
+    found.row_walk(), found.column_walk()
+    assert found.counts()["full"] == sum(min(i, 31) for i in range(2**13))
+    assert found.size_bytes < 2 * 2**20
 
 
 # --- random masks ------------------------------------------------------------------------------------------------------------------

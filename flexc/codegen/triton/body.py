@@ -83,7 +83,7 @@ class Body:
     Attributes:
         graph: what is printed.
         known: bounds of its nodes.
-        approximate: hardware approximations are allowed.
+        tanh: which form of it, see `Plan`.
         interpreted: libdevice and inline assembly are missing.
         transposed: the tile is held as [columns, rows].
         levels, lines, names, uses, stepped: of each node its level, the statements printed, the name of its value; helpers that the text
@@ -92,7 +92,7 @@ class Body:
 
     graph: Graph
     known: dict[Node, Interval]
-    approximate: bool
+    tanh: str
     interpreted: bool
     transposed: bool = False
     levels: dict[Node, str] = field(default_factory=dict)

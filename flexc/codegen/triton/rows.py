@@ -16,7 +16,7 @@ from flexc.ir.graph import BOOL, FLOAT32, INT32, INT64, Node
 class Facts(Protocol):
     """What a row may ask while it is printed."""
 
-    approximate: bool  # hardware approximations are allowed
+    tanh: str  # which form of it: "hardware", "exp2" or "libdevice"
     interpreted: bool  # libdevice is missing
 
     def need(self, helper: str) -> str:
@@ -63,10 +63,11 @@ def _floormod(x: Sequence[str], node: Node, facts: Facts) -> str:
 
 
 def _tanh(x: Sequence[str], node: Node, facts: Facts) -> str:
-    """tanh.approx.f32: relative error 2^-11, below what rounding scores to bf16 costs eager PyTorch."""
-    if facts.approximate and not facts.must_be_exact(node):
-        return f"{facts.need('tanh_approx')}({x[0]})"
-    return f"{facts.need('tanh_exact')}({x[0]})" if facts.interpreted else f"{facts.need('libdevice')}.tanh({x[0]})"
+    if facts.interpreted:
+        return f"{facts.need('tanh_interpreted')}({x[0]})"
+    if facts.tanh == "libdevice" or facts.must_be_exact(node):
+        return f"{facts.need('libdevice')}.tanh({x[0]})"
+    return f"{facts.need({'hardware': 'tanh_approx', 'exp2': 'tanh_exp2'}[facts.tanh])}({x[0]})"
 
 
 def _helper(name: str) -> Row:

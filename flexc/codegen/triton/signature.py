@@ -9,7 +9,7 @@ from flexc.codegen.triton.body import captured
 from flexc.codegen.triton.plan import Plan
 from flexc.ir.graph import FLOAT32, INT64, Graph
 
-_POINTERS = {
+POINTERS = {
     "bool": "*i1",
     "uint8": "*u8",
     "int8": "*i8",
@@ -29,7 +29,7 @@ _FIXED = {
     "delta_ptr": "*fp32",
     "full_ptr": "*i32",
     "partial_ptr": "*i32",
-    "partial_count_ptr": "*i32",
+    "map_ptr": "*i32",
     "order_ptr": "*i32",
     "has_dlse": "constexpr",
 }
@@ -37,10 +37,10 @@ _FIXED = {
 
 def signature(names: Sequence[str], graph: Graph, plan: Plan) -> dict[str, str]:
     """Triton's type of each argument of a generated kernel, by name. Pointers and descriptors are taken as 16-byte aligned."""
-    given = {f"{captured(graph, t.name)}_ptr": _POINTERS[t.dtype] for t in graph.tensors}
+    given = {f"{captured(graph, t.name)}_ptr": POINTERS[t.dtype] for t in graph.tensors}
     given |= {f"{captured(graph, t.name)}_grad_ptr": "*fp32" for t in graph.tensors}
     given |= {captured(graph, s.name): "fp32" if s.dtype == FLOAT32 else "i64" if s.dtype == INT64 else "i32" for s in graph.scalars}
-    own = _POINTERS[plan.dtype]
+    own = POINTERS[plan.dtype]
     types: dict[str, str] = {}
     for name in names:
         descriptor = re.fullmatch(r".+_desc(\d+)_(\d+)", name)

@@ -274,6 +274,11 @@ def candidates(kind: str, target: Target, dtype: str, head_dim: int, head_dim_v:
     return [tile for tile in fitting if tile.rows * tile.columns > largest // _HOPELESS][:MOST_CANDIDATES]
 
 
+def known_tiles(kind: str, target: Target, dtype: str) -> int:
+    """How many tiles `candidates` chooses from: those that it leaves out would spill registers, overflow shared memory, or lose."""
+    return len(_table(target, dtype)[kind])
+
+
 def _table(target: Target, dtype: str) -> dict[str, _Table]:
     if dtype == "float32":
         return _FLOAT32

@@ -8,6 +8,7 @@ import torch
 
 import flexc
 from flexc.check import compare
+from flexc.reference import reference
 from tests.accuracy import normal, qkv
 
 
@@ -121,7 +122,25 @@ def rows_that_see_only_the_least_number() -> str:
     return "" if torch.allclose(out[:, :, :4], expected, atol=1e-5) else f"{out[0, 0, :4]}"
 
 
+def rows_of_the_least_number() -> str:
+    """In units of 1 / log2(e) it would overflow, and the row would be empty in place of a mean of all keys."""
+    warnings.simplefilter("ignore")
+    least = torch.finfo(torch.float32).min
+    q, k, v = qkv(1, 2, 1, 20, 33, 16, grad=True)
+    wrong = []
+    for values in (torch.tensor([0.0, least] * 10), torch.tensor([0.0, least] * 330).view(20, 33)):
+        values[3], values[4] = least, -torch.inf
+        by_row = (lambda s, b, h, i, j, t=values: s + t[i]) if values.dim() == 1 else (lambda s, b, h, i, j, t=values: s + t[i, j])
+        out = flexc.attention(by_row, backend="triton")(q, k, v)
+        if not torch.allclose(out.double(), reference(by_row, None, q, k, v)[0], atol=1e-5):
+            wrong.append(f"bias of rank {values.dim()}: another mean")
+        if not all(g.isfinite().all() for g in torch.autograd.grad(out.square().sum(), [q, k, v])):
+            wrong.append(f"bias of rank {values.dim()}: a gradient is not finite")
+    return "\n".join(wrong)
+
+
 CASES = (
+    rows_of_the_least_number,
     tensors_named_like_the_kernels_own,
     numbers_named_like_the_kernels_own,
     names_that_continue_another,

@@ -20,6 +20,7 @@ from flexc.codegen.triton.emit import HELPERS, Kernel
 from flexc.codegen.triton.plan import MAX_TOKENS
 from flexc.errors import InternalError
 from flexc.ir.graph import Graph
+from flexc.sparsity import Walk
 from tests.codegen.triton.texts import HOPPER, KERNELS, function, loop, lowered, planned, text_of
 
 SLOPES = torch.ones(4, requires_grad=True)
@@ -218,7 +219,7 @@ def test_the_host_passes_what_each_kernel_takes(name, tma):
     exec(host, scope)
     q = torch.zeros(1, 4, 64, 64, dtype=torch.bfloat16)
     lse = torch.zeros(1, 4, 64)
-    walk = SimpleNamespace(full=torch.zeros(1, 1, 1, 1, 2), partial=torch.zeros(1, 1, 1, 1), partial_count=None, order=None)
+    walk = Walk(*(torch.zeros(shape, dtype=torch.int32) for shape in ((1, 1, 1, 4), (1,), (1, 2), (1,))))
     tensors = [torch.zeros([64] * t.rank) for t in graph.tensors]
     scope["forward"](q, q, q, 1.0, tensors, (), walk)
     scope["backward"](q, q, q, q, lse, q, None, 1.0, tensors, (), walk, walk)

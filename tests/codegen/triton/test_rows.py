@@ -17,10 +17,11 @@ from tests.codegen.triton.row_kernel import COUNT, Facts, differing, kernel_text
 from tests.codegen.triton.stand_in import NAMESPACE, Array, evaluated
 
 FACTS = {
-    "compiled": Facts(),
-    "approximate": Facts(approximate=True),
+    "libdevice": Facts(),
+    "hardware": Facts("hardware"),
+    "exp2": Facts("exp2"),
     "interpreted": Facts(interpreted=True),
-    "exact": Facts(approximate=True, exact=True),
+    "exact": Facts("hardware", exact=True),
 }
 
 
@@ -62,13 +63,14 @@ def test_quotients_that_a_step_reads_are_rounded_to_nearest():
 
 def test_what_a_step_reads_is_not_approximated():
     tanh = apply("tanh", scalar(0, FLOAT32))
-    assert spell(tanh, ["a"], Facts(approximate=True)) == "tanh_approx(a)"
-    assert spell(tanh, ["a"], Facts(approximate=True, exact=True)) == "libdevice.tanh(a)"
+    for form, text in (("hardware", "tanh_approx(a)"), ("exp2", "tanh_exp2(a)"), ("libdevice", "libdevice.tanh(a)")):
+        assert spell(tanh, ["a"], Facts(form)) == text
+        assert spell(tanh, ["a"], Facts(form, exact=True)) == "libdevice.tanh(a)"
 
 
 def test_small_values_of_sigmoid_keep_their_digits():
     """log(sigmoid(x)) is x for large negative x; from 0.5 + 0.5 * tanh(x / 2), approximated, it would be off by 1 at -8 and -inf below."""
-    text = spell(apply("sigmoid", scalar(0, FLOAT32)), ["a"], Facts(approximate=True))
+    text = spell(apply("sigmoid", scalar(0, FLOAT32)), ["a"], Facts("hardware"))
     assert "approx" not in text
     x = torch.linspace(-60, 10, 101, dtype=torch.float64)
     torch.testing.assert_close(evaluated(text, a=Array(x)).log(), torch.nn.functional.logsigmoid(x))
@@ -78,11 +80,11 @@ def test_helpers_are_asked_for():
     """Every helper that a row names is among the module's, and libdevice is asked for where it is called."""
     for facts in FACTS.values():
         for variant in variants():
-            one = Facts(facts.approximate, facts.interpreted, facts.exact)
+            one = Facts(facts.tanh, facts.interpreted, facts.exact)
             text = spell(variant.node, variant.texts, one)
             called = set(re.findall(r"(?<![\w.])([a-z_]\w*)[.(]", text)) - {"tl", "float"} - {f"x{i}" for i in range(3)}
             assert called == one.uses and called <= {*HELPERS, "libdevice"}, text
-            assert not (one.interpreted and called & {"libdevice", "tanh_approx"}), text
+            assert not (one.interpreted and called & {"libdevice", "tanh_approx", "tanh_exp2"}), text
 
 
 def helper(name: str):
@@ -102,7 +104,7 @@ def test_floats_are_divided_with_floor_exactly(name, op):
     torch.testing.assert_close(found.float(), TABLE[op].eager(x, y), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("name, function", [("round_even", torch.round), ("truncate", torch.trunc), ("tanh_exact", torch.tanh)])
+@pytest.mark.parametrize("name, function", [("round_even", torch.round), ("truncate", torch.trunc), ("tanh_interpreted", torch.tanh)])
 def test_helpers_mean_what_they_say(name, function):
     x = torch.cat([torch.arange(-20, 21) / 2, torch.linspace(-5, 5, 40), torch.tensor([1e8, -1e8, math.inf, -math.inf, math.nan])]).double()
     torch.testing.assert_close(helper(name)(Array(x)).value, function(x), rtol=1e-6, atol=1e-6, equal_nan=True)
@@ -113,9 +115,9 @@ def test_rows_in_the_interpreter(interpreter, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("approximate", [False, True])
-def test_rows_on_the_gpu(tmp_path, approximate):
-    assert run(str(tmp_path), "cuda", False, approximate) == []
+@pytest.mark.parametrize("tanh", ["libdevice", "exp2", "hardware"])
+def test_rows_on_the_gpu(tmp_path, tanh):
+    assert run(str(tmp_path), "cuda", False, tanh) == []
 
 
 def test_rows_compile(tmp_path):
@@ -123,7 +125,7 @@ def test_rows_compile(tmp_path):
     from flexc.runtime.module import load_module
     from flexc.runtime.triton_compile import compile_module
 
-    for approximate, names in ((False, ()), (True, ("tanh",))):
-        module = load_module(kernel_text(variants(names), Facts(approximate, exact=not approximate)), tmp_path / f"rows{approximate}.py")
+    for tanh, names in (("libdevice", ()), ("hardware", ("tanh",)), ("exp2", ("tanh",))):
+        module = load_module(kernel_text(variants(names), Facts(tanh, exact=tanh == "libdevice")), tmp_path / f"{tanh}.py")
         compiled = compile_module(module, 80, lambda names: dict.fromkeys(names, "*fp64"))
         assert len(compiled.kernels) == 1

@@ -55,8 +55,8 @@ def test_pointers_of_the_kernels_own(dtype, pointer):
     found = signature(names, graph, plan)
     assert {found[n] for n in ("q_ptr", "k_ptr", "v_ptr", "dout_ptr", "dk_ptr", "dv_ptr")} == {pointer}
     assert {found[n] for n in ("lse2_ptr", "delta_ptr")} == {"*fp32"}
-    assert {found[n] for n in ("full_ptr", "partial_ptr", "partial_count_ptr", "order_ptr")} == {"*i32"}
-    assert found["scale"] == "fp32" and {found[n] for n in ("q_len", "kv_len", "heads", "full_runs", "map_batch", "q_stride_s")} == {"i32"}
+    assert {found[n] for n in ("map_ptr", "full_ptr", "partial_ptr", "order_ptr")} == {"*i32"}
+    assert found["scale"] == "fp32" and {found[n] for n in ("q_len", "kv_len", "heads", "map_batch", "q_stride_s")} == {"i32"}
     assert list(found) == names
 
 

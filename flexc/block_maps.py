@@ -1,0 +1,183 @@
+"""`flexc.block_map`: the blocks of a mask, without attention around it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from flexc import frontend, passes, settings
+from flexc.algebra import Mask
+from flexc.api import MAX_TOKENS, Kernel
+from flexc.backends import Shapes
+from flexc.errors import InputError, ShapeError, TraceError, UnsupportedError
+from flexc.extents import Extent, extents_of, refuse_wrong_sizes
+from flexc.index_check import check_indices
+from flexc.ir.graph import Graph, inputs_of
+from flexc.pipeline import MaskAlone
+from flexc.pipeline import _claim_lines as claim_lines
+from flexc.sparsity import BlockMap, classify
+from flexc.sparsity.facts import verify_facts
+
+Tensor = torch.Tensor
+
+_DEFAULT_BLOCK = (128, 128)
+_MOST_BLOCKS = 2**31 - 1  # runs count blocks in int32
+
+
+def block_map(
+    mask: Callable[..., Any] | Mask | Kernel,
+    q_len: int,
+    kv_len: int,
+    *,
+    batch: int = 1,
+    heads: int = 1,
+    block: int | tuple[int, int] | None = None,
+    device: torch.device | str | None = None,
+) -> BlockMap:
+    """Which blocks of a mask are empty, partial or full: proved from the function, never by evaluating every pair.
+
+    Args:
+        mask: a mask function (batch, head, q_idx, kv_idx), a Mask, or a kernel, whose mask may also be hidden in its score function, as in
+            where(condition, score, -inf).
+        q_len, kv_len: tokens, fewer than 2^24 each; they need not divide the block.
+        batch, heads: how many the map covers. It has one entry for all where the mask does not read them.
+        block: tokens per block, (Bq, Bkv) or one number for both; default (128, 128).
+        device: where the map is made; default: that of the captured tensors, the CPU if there are none.
+
+    Returns:
+        BlockMap; `print` draws it. It is that of the captured tensors' present contents: when they change, make another.
+
+    Raises:
+        InputError, ShapeError: an argument is not what is said above, or does not fit a captured tensor; with FLEXC_CHECK=1, a tensor that
+            was declared sorted is not.
+        TraceError: the function cannot become a graph.
+        UnsupportedError: 2^24 tokens or more.
+        IndexRangeError: with FLEXC_CHECK=1, the mask reads past a captured tensor. Otherwise such a read gives 0, as in kernels.
+    """
+    score_mod, mask_mod = _functions_of(mask)
+    q_len, kv_len = _length("q_len", q_len), _length("kv_len", kv_len)
+    batch, heads = _count("batch", batch), _count("heads", heads)
+    sides = _block(block)
+    try:
+        trace, binding = frontend.trace(score_mod, mask_mod)
+    except TraceError:
+        _refuse_arity(mask)
+        raise
+    alone, extents = _prepared(trace)
+    tensors = [binding.tensors[slot] for slot in alone.tensor_slots]
+    scalars = [binding.scalars[slot] for slot in alone.scalar_slots]
+    where = _device(device, alone.graph, tensors)
+    tensors = [t.to(where) if t.dim() == 0 else t for t in tensors]
+    refuse_wrong_sizes(extents, alone.graph, tensors, batch, heads, "the map is made for")
+    _refuse_too_many_blocks(alone.graph, q_len, kv_len, batch, heads, sides)
+    if settings.current().check:
+        verify_facts(tensors, [spec.name for spec in alone.graph.tensors])
+        if alone.graph.mask is not None and q_len and kv_len:
+            check_indices(alone.graph, Shapes(batch, heads, heads, q_len, kv_len, 1, 1, torch.float32), tensors, scalars, where)
+    detached = [t.detach() for t in tensors]
+    with torch.no_grad():
+        return classify(alone.graph, q_len, kv_len, batch=batch, heads=heads, block=sides, tensors=detached, scalars=scalars, device=where)
+
+
+_ready: WeakKeyDictionary[frontend.Trace, tuple[MaskAlone, tuple[Extent, ...]]] = WeakKeyDictionary()
+
+
+def _prepared(trace: frontend.Trace) -> tuple[MaskAlone, tuple[Extent, ...]]:
+    """The mask of a trace, made once: for a short map the passes take longer than classification."""
+    found = _ready.get(trace)
+    if found is None:
+        claim_lines(trace.graph)
+        alone = MaskAlone.of(passes.run(trace.graph))
+        found = _ready[trace] = alone, extents_of(alone.graph)
+    return found
+
+
+def _functions_of(mask: Any) -> tuple[Any, Any]:
+    """The score and the mask function to trace."""
+    if isinstance(mask, Kernel):
+        return mask.score_mod, mask.mask_mod
+    if not callable(mask):
+        raise InputError(f"mask is a {type(mask).__name__}; expected a function (batch, head, q_idx, kv_idx), a Mask or a kernel")
+    return None, mask
+
+
+def _refuse_arity(mask: Any) -> None:
+    """Asked only where tracing failed: to read a signature takes longer than all else before classification."""
+    arity = 4 if isinstance(mask, Kernel) else frontend.arity(mask)
+    if arity != 4:
+        hint = ": five make a score function; for the mask hidden in it, pass flexc.kernel(function)" if arity == 5 else ""
+        name = getattr(mask, "__name__", type(mask).__name__)
+        raise InputError(f"{name!r} takes {arity} positional arguments; expected 4 (batch, head, q_idx, kv_idx){hint}")
+
+
+def _whole(name: str, value: Any, wanted: str) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise InputError(f"expected {name} to be {wanted}, got {value!r}") from None
+
+
+def _length(name: str, value: Any) -> int:
+    tokens = _whole(name, value, "an integer number of tokens")
+    if tokens < 0:
+        raise ShapeError(f"expected {name} >= 0, got {tokens}")
+    if tokens >= MAX_TOKENS:
+        raise UnsupportedError(f"expected fewer than {MAX_TOKENS} tokens, got {name} {tokens}")
+    return tokens
+
+
+def _count(name: str, value: Any) -> int:
+    number = _whole(name, value, "an integer")
+    if number < 1:
+        raise ShapeError(f"expected {name} >= 1, got {number}")
+    return number
+
+
+def _block(block: Any) -> tuple[int, int]:
+    if block is None:
+        return _DEFAULT_BLOCK
+    sides = block if isinstance(block, tuple | list) else (block, block)
+    if len(sides) != 2:
+        raise InputError(f"expected block to be (query tokens, key tokens) or one number, got {block!r}")
+    q_side, kv_side = (_whole("block", side, "integers, tokens per block") for side in sides)
+    if min(q_side, kv_side) < 1:
+        raise ShapeError(f"expected a block of at least 1 × 1 tokens, got {q_side} × {kv_side}")
+    return q_side, kv_side
+
+
+def _device(asked: torch.device | str | None, graph: Graph, tensors: Sequence[Tensor]) -> torch.device:
+    """Where to make the map. Single numbers may come from elsewhere and are copied."""
+    named = [(spec.name, tensor.device) for spec, tensor in zip(graph.tensors, tensors, strict=True) if tensor.dim()]
+    for name, device in named[1:]:
+        if device != named[0][1]:
+            raise InputError(f"captured tensors must be on one device, got {named[0][0]} on {named[0][1]} and {name} on {device}")
+    if asked is None:
+        return named[0][1] if named else next((t.device for t in tensors if t.is_cuda), torch.device("cpu"))
+    try:
+        wanted = torch.device(asked)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"expected device to name a device, such as 'cuda:0', got {asked!r}") from error
+    if named and not _is_same(wanted, named[0][1]):
+        raise InputError(f"the captured tensor {named[0][0]} is on {named[0][1]}, but the map was asked for on {wanted}: move one of them")
+    return named[0][1] if named else wanted
+
+
+def _is_same(wanted: torch.device, found: torch.device) -> bool:
+    return wanted.type == found.type and wanted.index in (None, found.index)
+
+
+def _refuse_too_many_blocks(graph: Graph, q_len: int, kv_len: int, batch: int, heads: int, block: tuple[int, int]) -> None:
+    reads = inputs_of(graph.mask) if graph.mask is not None else frozenset()
+    entries = (batch if "batch" in reads else 1) * (heads if "head" in reads else 1)
+    rows, columns = (-(-length // side) for length, side in zip((q_len, kv_len), block))
+    if entries * max(rows, columns) > _MOST_BLOCKS:
+        raise ShapeError(
+            f"expected at most {_MOST_BLOCKS:,} rows of blocks and as many columns, through batch and heads, got {entries:,} x {rows:,} "
+            f"and {entries:,} x {columns:,} of {block[0]} x {block[1]} tokens: take larger blocks"
+        )

@@ -1,0 +1,142 @@
+"""Launchers compile once, keep the object on disk, and are described for what they take; without a GPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from flexc import settings
+from flexc.errors import ToolchainError
+from flexc.runtime import cute_compile
+from flexc.runtime.cache import cache_of
+from flexc.runtime.cute_compile import CompiledKernel, CompiledModule, Launcher, compile_module, number, tensor
+from flexc.runtime.module import load_module
+
+TEXT = """
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+from flexc.runtime.cute_compile import Launcher, number, tensor
+
+
+@cute.kernel
+def scale_kernel(x, y, factor):
+    i, _, _ = cute.arch.thread_idx()
+    if i < x.shape[0]:
+        y[i] = x[i] * factor
+
+
+@cute.jit
+def launch(x, y, factor, stream):
+    scale_kernel(x, y, factor).launch(grid=[1, 1, 1], block=[128, 1, 1], stream=stream)
+
+
+SCALE = Launcher(
+    launch,
+    arch="sm_90a",
+    arguments=(tensor("x", "float32", ("n",)), tensor("y", "float32", ("n",), compact=True), number("factor", "float32")),
+)
+LAUNCHERS = {"scale_kernel": SCALE}
+"""
+needs_dsl = pytest.mark.skipif(
+    __import__("importlib.util").util.find_spec("cutlass") is None, reason="needs the package nvidia-cutlass-dsl"
+)
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLEXC_CACHE_DIR", str(tmp_path / "cache"))
+    return cache_of(settings.current())
+
+
+def launcher(folder) -> Launcher:
+    return load_module(TEXT, folder / "scale.py").SCALE
+
+
+@needs_dsl
+def test_a_kernel_compiles_without_a_gpu(tmp_path):
+    module = compile_module(load_module(TEXT, tmp_path / "scale.py"))
+    (kernel,) = module.kernels
+    assert kernel.name == "scale_kernel" and kernel.cubin[:4] == b"\x7fELF" and ".target sm_90a" in kernel.ptx
+    assert kernel.registers > 0 and kernel.spill_bytes == 0 and kernel.threads == 128 and kernel.remarks == ()
+    assert "scale_kernel" in module.resources() and "FMUL" in module.sass()
+    assert module.only(["scale_kernel"]).kernels == module.kernels and module.only([]).kernels == ()
+
+
+@needs_dsl
+def test_the_object_is_kept_on_disk(tmp_path, store, monkeypatch):
+    """Another process, here another launcher, loads it and compiles nothing."""
+    launcher(tmp_path).prepare()
+    assert store.info().entries == 1
+    monkeypatch.setattr(Launcher, "compiled", lambda self, *options: pytest.fail("compiled again"))
+    again = launcher(tmp_path)
+    assert again.prepare() is again.prepare()
+    assert store.info().entries == 1
+
+
+@needs_dsl
+def test_another_text_is_another_object(tmp_path, store):
+    launcher(tmp_path / "a").prepare()
+    load_module(TEXT.replace("x[i] * factor", "x[i] + factor"), tmp_path / "b" / "scale.py").SCALE.prepare()
+    assert store.info().entries == 2
+
+
+@needs_dsl
+def test_changed_building_blocks_are_another_object(tmp_path, store, monkeypatch):
+    launcher(tmp_path).prepare()
+    monkeypatch.setattr(cute_compile, "_source_digest", lambda function: "changed")
+    launcher(tmp_path).prepare()
+    assert store.info().entries == 2
+
+
+@needs_dsl
+def test_a_damaged_object_is_compiled_again(tmp_path, store):
+    launcher(tmp_path).prepare()
+    (file,) = store.root.rglob("launch.o")
+    file.chmod(0o600)
+    file.write_bytes(b"damaged")
+    launcher(tmp_path).prepare()
+    assert (file.read_bytes()[:4] if file.exists() else b"\x7fELF") == b"\x7fELF"
+
+
+@needs_dsl
+def test_arguments_are_checked(tmp_path, store):
+    torch = pytest.importorskip("torch")
+    launcher(tmp_path).prepare()
+    with pytest.raises(Exception, match="cuda"):
+        launcher(tmp_path)(torch.zeros(4), torch.zeros(4), 1.0)
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    cute_compile._cute.cache_clear()
+    monkeypatch.setitem(sys.modules, "cutlass", None)
+    monkeypatch.setitem(sys.modules, "cutlass.cute", None)
+    with pytest.raises(
+        ToolchainError, match=r"the cute backend needs the packages nvidia-cutlass-dsl >= 4\.8 and apache-tvm-ffi: pip install"
+    ):
+        cute_compile._cute()
+    cute_compile._cute.cache_clear()
+
+
+def test_output_of_the_compiler_is_caught_and_given_back():
+    with cute_compile._captured_output() as said:
+        os.write(2, b"remark C7510\n")
+        os.write(1, b"and more\n")
+        print("and from Python", file=sys.stderr)
+    assert said() == "remark C7510\nand more\nand from Python\n"
+
+
+def test_resources_are_a_table():
+    kernel = CompiledKernel("forward_kernel", "", b"", 168, 0, 1024, 384, ("C7510 serialised",))
+    assert CompiledModule((kernel,)).resources().splitlines() == [
+        "kernel             registers spill bytes smem bytes warps",
+        "forward_kernel           168           0       1024    12",
+        "forward_kernel: C7510 serialised",
+    ]
+
+
+def test_arguments_are_data():
+    assert tensor("q", "bfloat16", ("b", 64), bulk=True) == tensor("q", "bfloat16", ("b", 64), bulk=True)
+    assert repr(number("scale", "float32")) == "NumberArgument(name='scale', dtype='float32')"
