@@ -1,5 +1,6 @@
 # make demo    run every example on whatever device is here
-# make test    all tests that need no GPU       (TEST_ARGS="-k cache" picks some)
+# make test    the tests that need no GPU       (TEST_ARGS="-k cache" picks some)
+# make test-slow   those of them that take long: fuzzing, kernels compiled for GPUs that are not here
 # make lint    ruff and pyright
 # make bench   time flexc beside its peers, on a GPU
 #
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
 EXAMPLES := $(filter-out examples/show.py,$(sort $(wildcard examples/*.py)))
 
-.PHONY: demo test test-gpu lint format bench clean
+.PHONY: demo test test-slow test-gpu lint format bench clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV) || { echo "no venv module: on Debian, apt-get install python3-venv" >&2; rm -rf $(VENV); exit 1; }
@@ -36,7 +37,10 @@ demo: $(VENV)/.examples
 	@printf '\nThe whole kernel of one of them, for a GPU that need not be here:\n  %s -m flexc show examples/alibi.py:alibi --backend triton --target sm_90a\n' '$(BIN)/python'
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m 'not gpu' -n $(JOBS) --dist worksteal $(TEST_ARGS)
+	$(BIN)/python -m pytest -m 'not gpu and not slow' -n $(JOBS) --dist worksteal $(TEST_ARGS)
+
+test-slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -m 'slow and not gpu' -n $(JOBS) --dist worksteal $(TEST_ARGS)
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest -m gpu $(TEST_ARGS)

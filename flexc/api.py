@@ -96,7 +96,7 @@ def attention(
     Args:
         score_mod: (score, batch, head, q_idx, kv_idx) → score, float32; or a kernel that `flexc.kernel` made of such a function.
         mask_mod: (batch, head, q_idx, kv_idx) → bool, a Mask, or a kernel that `flexc.kernel` made of such a function.
-        backend: "auto", "triton" or "cpu".
+        backend: "auto", "triton", "cute" (Hopper, only when asked for) or "cpu".
         autotune: time the plausible tiles on the first call's shapes and block structure, and keep the fastest.
         precision: "fast" (hardware approximations where they stay within twice eager PyTorch's error), "exact" (none), or "tf32" (fast, and
             products of float32 tensors in TF32; otherwise float32 means float32).

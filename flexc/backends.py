@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from flexc.codegen import cpu as cpu_codegen
+from flexc.codegen import cute as cute_codegen
 from flexc.codegen import triton as triton_codegen
-from flexc.errors import InputError, ToolchainError, UnsupportedError
+from flexc.errors import InputError, InternalError, ToolchainError, UnsupportedError
 from flexc.ir.graph import Graph
 from flexc.passes.base2 import lower_to_base2
 from flexc.passes.derivative import differentiate
@@ -90,7 +91,7 @@ class Backend:
     """One way to run attention.
 
     Attributes:
-        name: "cpu" or "triton".
+        name: "cpu", "cute" or "triton".
         templates: files below templates/ that its modules are made from; they are part of the key.
         lower: graph after the passes → what `plan` and `emit` take.
         plan: (graph, shapes, target, options) → frozen dataclass.
@@ -100,6 +101,7 @@ class Backend:
         forward: (module, call, maps) → out, lse.
         backward: (module, call, maps, out, lse, dout, dlse) → dq, dk, dv, gradients of the captured tensors.
         packages: distributions whose versions are part of the key.
+        backward_by: the backend whose module runs the backward pass, from this one's out and lse; "" for this one.
     """
 
     name: str
@@ -112,6 +114,7 @@ class Backend:
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor, Sequence[Tensor | None]]]
     packages: tuple[str, ...]
+    backward_by: str = ""
 
 
 def _plan_cpu(graph: Graph, shapes: Shapes, target: Target, options: Options) -> Any:
@@ -146,6 +149,25 @@ def _plan_triton(graph: Graph, shapes: Shapes, target: Target, options: Options)
     return plan
 
 
+def _plan_cute(graph: Graph, shapes: Shapes, target: Target, options: Options) -> Any:
+    if options.deterministic and any(t.needs_grad for t in graph.tensors):
+        raise UnsupportedError(
+            "deterministic=True with a captured tensor that requires a gradient, on the cute backend: triton runs its backward pass, "
+            "whose additions are atomic. Detach the tensor"
+        )
+    return cute_codegen.make_plan(
+        graph,
+        target,
+        dtype=shapes.dtype_name,
+        head_dim=shapes.head_dim,
+        head_dim_v=shapes.head_dim_v,
+        group=shapes.group,
+        bulk=shapes.bulk,
+        precision=options.precision,
+        tile=dict(options.tiles).get("forward"),
+    )
+
+
 def _walked(maps: Maps) -> tuple[Any, tuple[int, int]]:
     """The runs of each row of blocks, and the block size; without a map all keys for every row, in steps of a size that suits any plan."""
     found = maps.get("forward")
@@ -167,7 +189,7 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _forward_triton(module: Any, call: Call, maps: Maps) -> tuple[Tensor, Tensor]:
+def _forward_on_gpu(module: Any, call: Call, maps: Maps) -> tuple[Tensor, Tensor]:
     rows = maps["forward"].row_walk() if maps else None
     with _on(call.q.device):
         return module.forward(call.q, call.k, call.v, call.scale, call.tensors, call.scalars, rows)
@@ -181,6 +203,10 @@ def _backward_triton(module: Any, call: Call, maps: Maps, out: Tensor, lse: Tens
         dlse = dlse.contiguous()
     with _on(call.q.device):
         return module.backward(call.q, call.k, call.v, out, lse, dout, dlse, call.scale, call.tensors, call.scalars, rows, columns)
+
+
+def _no_backward(module: Any, call: Call, maps: Maps, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Any:
+    raise InternalError("the cute backend has no backward kernel: Launch.backward takes the module of backward_by")
 
 
 CPU = Backend(
@@ -203,11 +229,24 @@ TRITON = Backend(
     reads=lambda s: (s.dtype, s.head_dim, s.head_dim_v, s.group, s.bulk),
     emit=lambda graph, plan, target, title: triton_codegen.emit(graph, plan, target, title=title),
     blocks=triton_codegen.map_blocks,
-    forward=_forward_triton,
+    forward=_forward_on_gpu,
     backward=_backward_triton,
     packages=("torch", "triton"),
 )
-BACKENDS = {backend.name: backend for backend in (TRITON, CPU)}
+CUTE = Backend(
+    name="cute",
+    templates=("cute/forward.py.j2", "cute/host.py.j2"),
+    lower=lambda graph: lower_to_base2(differentiate(graph)),
+    plan=_plan_cute,
+    reads=lambda s: (s.dtype, s.head_dim, s.head_dim_v, s.group, s.bulk),
+    emit=lambda graph, plan, target, title: cute_codegen.emit(graph, plan, target, title=title),
+    blocks=cute_codegen.map_blocks,
+    forward=_forward_on_gpu,
+    backward=_no_backward,
+    packages=("torch", "nvidia-cutlass-dsl"),
+    backward_by="triton",
+)
+BACKENDS = {backend.name: backend for backend in (TRITON, CPU, CUTE)}
 
 
 def is_interpreted() -> bool:
@@ -227,8 +266,6 @@ def choose(name: str, device: torch.device | None) -> tuple[Backend, str]:
         UnsupportedError: the backend cannot run on this device.
         ToolchainError: a package is missing.
     """
-    if name == "cute":
-        raise UnsupportedError('backend "cute": it has no templates in this version; use backend="triton", or "auto"')
     if name != "auto" and name not in BACKENDS:
         raise InputError(f'unknown backend {name!r}: expected "auto", ' + ", ".join(f'"{known}"' for known in BACKENDS))
     if name == "auto":
@@ -239,7 +276,11 @@ def choose(name: str, device: torch.device | None) -> tuple[Backend, str]:
             return CPU, "the tensors are on the CPU: blockwise PyTorch"
         raise UnsupportedError(f"device {device.type}: expected cuda or cpu")
     backend = BACKENDS[name]
-    if backend is TRITON:
+    if backend is CUTE:
+        _need_cute()
+        if device is not None and (device.type != "cuda" or Target.of(device).arch != "sm_90a"):
+            raise UnsupportedError(f'the cute backend needs tensors on a Hopper GPU, got {device}: use backend="triton", or "auto"')
+    elif backend is TRITON:
         _need_triton()
         if device is not None and device.type != "cuda" and not is_interpreted():
             raise UnsupportedError(
@@ -254,6 +295,13 @@ def choose(name: str, device: torch.device | None) -> tuple[Backend, str]:
 def _need_triton() -> None:
     if importlib.util.find_spec("triton") is None:
         raise ToolchainError("the triton backend needs the package triton >= 3.5: pip install triton")
+
+
+def _need_cute() -> None:
+    _need_triton()  # for the backward pass, and for the tools that read machine code
+    for module, package in (("cutlass", "nvidia-cutlass-dsl[cu13] >= 4.8"), ("tvm_ffi", "apache-tvm-ffi")):
+        if importlib.util.find_spec(module) is None:
+            raise ToolchainError(f"the cute backend needs the package {package}: pip install it")
 
 
 def reads_in_bulk(tensors: Sequence[Tensor]) -> bool:

@@ -47,8 +47,9 @@ class Launch:
         if self.has_no_pairs:
             return tuple(torch.zeros_like(x) for x in (q, k, v, *tensors))
         call = self._call(q, k, v, tensors)
-        maps = self.block_maps(tensors, q.device)
-        dq, dk, dv, gradients = self.artifact.backend.backward(self.artifact.module, call, maps, out, lse, dout, dlse)
+        artifact = self.artifact.for_backward(self.shapes, self.options)
+        maps = self.block_maps(tensors, q.device, artifact=artifact)
+        dq, dk, dv, gradients = artifact.backend.backward(artifact.module, call, maps, out, lse, dout, dlse)
         return dq, dk, dv, *(None if g is None else g.to(t.dtype) for g, t in zip(gradients, tensors, strict=True))
 
     @property
@@ -56,9 +57,11 @@ class Launch:
         """No batch, no query or no key: there is nothing to launch."""
         return not (self.shapes.batch and self.shapes.q_len and self.shapes.kv_len)
 
-    def block_maps(self, tensors: Sequence[Tensor], device: torch.device, kernels: Sequence[str] | None = None) -> dict[str, WalkedMap]:
-        """The maps that the module's kernels (or those named) walk, classified at first need."""
-        blocks = self.artifact.map_blocks
+    def block_maps(
+        self, tensors: Sequence[Tensor], device: torch.device, kernels: Sequence[str] | None = None, artifact: Artifact | None = None
+    ) -> dict[str, WalkedMap]:
+        """The maps that the module's kernels (or those named) walk, classified at first need; of another artifact's module if given."""
+        blocks = (artifact or self.artifact).map_blocks
         return {name: MAPS.walked(self, block, tensors, device) for name, block in blocks.items() if kernels is None or name in kernels}
 
     def _call(self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor]) -> Call:

@@ -65,6 +65,7 @@ class Artifact:
     title: str
     because: str
     _module: ModuleType | None = field(default=None, repr=False)
+    _backward: Artifact | None = field(default=None, repr=False)
 
     @property
     def module(self) -> ModuleType:
@@ -104,7 +105,23 @@ class Artifact:
         """Registers, stack, shared memory and tile of each kernel, one line each. Needs no GPU."""
         return self._compiled().resources()
 
+    def for_backward(self, shapes: Shapes, options: Options) -> Artifact:
+        """The artifact whose module runs the backward pass: this one, or that of the backend which does it for this one."""
+        if not self.backend.backward_by:
+            return self
+        with _lock:
+            if self._backward is None:
+                other = backends.BACKENDS[self.backend.backward_by]
+                because = f"the backward pass of {self.backend.name}"
+                options = dataclasses.replace(options, tiles=())
+                self._backward = compile_attention(self.traced, shapes, self.target, other, because, options, self.title, because)
+            return self._backward
+
     def _compiled(self) -> Any:
+        if self.backend is backends.CUTE:
+            from flexc.runtime.cute_compile import compile_module as compile_cute
+
+            return compile_cute(self.module)
         if self.backend is not backends.TRITON:
             raise InputError(f"the {self.backend.name} backend has no machine code: expected --emit ir or --emit source")
         from flexc.codegen.triton import signature
@@ -236,6 +253,8 @@ def compile_for(
     chosen, reason = backends.choose(backend, None)
     if chosen is backends.TRITON and not target.is_gpu:
         raise InputError(f'the triton backend compiles for a GPU: expected a target such as "sm_90a", got {target.arch!r}')
+    if chosen is backends.CUTE and direction == "bwd":
+        raise InputError('the backward pass of the cute backend runs on triton: show it with the backend "triton"')
     if chosen is backends.CPU and target.is_gpu:
         raise InputError(f'the cpu backend compiles for the CPU: expected the target "cpu", got {target.arch!r}')
     trace, _ = frontend.trace(score_mod, mask_mod)

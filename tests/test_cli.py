@@ -253,7 +253,6 @@ def test_function_that_cannot_be_traced_is_one_message(file):
         (["--heads", "6", "--heads-kv", "4"], "ShapeError: expected --heads to be a multiple of --heads-kv, got 6 and 4"),
         (["--backend", "cpu", "--emit", "ptx"], "InputError: the cpu backend has no machine code"),
         (["--backend", "triton", "--target", "cpu"], "InputError: the triton backend compiles for a GPU"),
-        (["--backend", "cute"], 'UnsupportedError: backend "cute"'),
     ],
 )
 def test_option_that_is_not_one(file, options, message):

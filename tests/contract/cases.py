@@ -77,7 +77,11 @@ class Case:
 
 
 # What a backend does not do, by feature; such cases must raise UnsupportedError.
-UNSUPPORTED: dict[str, frozenset[str]] = {"cpu": frozenset(), "triton": frozenset({"head_dim > 512"})}
+UNSUPPORTED: dict[str, frozenset[str]] = {
+    "cpu": frozenset(),
+    "triton": frozenset({"head_dim > 512"}),
+    "cute": frozenset({"head_dim > 256", "head_dim > 512"}),
+}
 
 CASES: list[Case] = []
 
@@ -615,12 +619,14 @@ for _dim in (1, 8, 15, 16, 17, 31, 64, 72, 80, 96, 128, 160, 192, 256):
 
 for _dim, _v_dim in ((192, 128), (64, 96), (16, 1), (8, 72), (576, 512)):
 
-    @case(f"head dim {_dim} for scores, {_v_dim} for values", needs=("head_dim > 512",) if _dim > 512 else (), every_dtype=_dim == 192)
+    _limits = tuple(f"head_dim > {limit}" for limit in (256, 512) if _dim > limit)
+
+    @case(f"head dim {_dim} for scores, {_v_dim} for values", needs=_limits, every_dtype=_dim == 192)
     def _(m, dim=_dim, v_dim=_v_dim):
         return Problem(None, causal, *m.qkv(batch=1, heads=2, kv_heads=1, q_len=m.tokens(40), dim=dim, v_dim=v_dim))
 
 
-@case("head dim 512")
+@case("head dim 512", needs=("head_dim > 256",))
 def _(m):
     return Problem(None, causal, *m.qkv(batch=1, heads=1, kv_heads=1, q_len=m.tokens(40), dim=512))
 

@@ -15,6 +15,7 @@ from tests.contract.cases import BY_NAME, CASES, UNSUPPORTED, Maker
 DTYPES = {
     "cpu": [torch.float32, torch.bfloat16, torch.float16],
     "triton": [torch.bfloat16, torch.float16, torch.float32],
+    "cute": [torch.bfloat16, torch.float16],
     "interpreter": [torch.float32, torch.float16],
 }
 

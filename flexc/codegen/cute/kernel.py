@@ -1,0 +1,195 @@
+"""The user's functions as a kernel prints them: statements by place, and which values of a column are worked out once for all rows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from flexc.codegen.cute.body import BLOCK, BLOCK_ROW, COLUMN, ELEMENT, ROW, TILE, Body, literal, position_bounds
+from flexc.errors import InternalError
+from flexc.ir.graph import BOOL, FLOAT32, INT32, INT64, Graph, Node, is_const
+
+MAX_TOKENS = 2**24  # positions are exact in float32 below it
+_TYPES = {BOOL: "Boolean", INT32: "Int32", INT64: "Int64", FLOAT32: "Float32"}
+_STAGED_TYPES = _TYPES | {BOOL: "Int32"}
+_STAGED_BYTES = {"Int32": 4, "Int64": 8, "Float32": 4}
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A value of a column that comes from memory: each thread of a warpgroup works out one column's and shares it.
+
+    Attributes:
+        name: of the value; type: in shared memory; is_truth: a truth value, kept as a number; masked: only partial blocks need it.
+    """
+
+    name: str
+    type: str
+    is_truth: bool
+    masked: bool
+
+
+@dataclass
+class Kernel:
+    """Everything that the template prints of the user's functions: statements by place, those of the mask apart, and expressions.
+
+    Attributes:
+        tile, row: before the blocks; block, block_row, column, element: of the score in each block; mask_…: of the mask in partial blocks.
+        quick, mask_quick: those column statements that need no memory; the others' results are in `staged`.
+        rows: register tensors of row values, (name, type).
+        bases: register tensors that a block fills, (name, type).
+        shared: what a block's statements take from outside.
+        logit, outer: the score in base 2 is logit * outer.
+        first, stop: what the first column that a row may see is at least, and the first one after them at most: limits that the mask sets
+            for each row, less the position `key`.
+        allowed: the rest of an element's mask; empty without one.
+        shifts: the score lacks what `shifts[half]` adds to a whole row.
+        modifies: the score function changes the product at all; has_outer: there is a factor besides.
+        reads_rows, reads_columns, mask_reads_columns: whether statements name q_idx, kv_idx.
+    """
+
+    tile: list[str] = field(default_factory=list)
+    row: list[str] = field(default_factory=list)
+    block: list[str] = field(default_factory=list)
+    block_row: list[str] = field(default_factory=list)
+    column: list[str] = field(default_factory=list)
+    quick: list[str] = field(default_factory=list)
+    element: list[str] = field(default_factory=list)
+    mask_block: list[str] = field(default_factory=list)
+    mask_block_row: list[str] = field(default_factory=list)
+    mask_column: list[str] = field(default_factory=list)
+    mask_quick: list[str] = field(default_factory=list)
+    mask_element: list[str] = field(default_factory=list)
+    staged: list[Staged] = field(default_factory=list)
+    rows: list[tuple[str, str]] = field(default_factory=list)
+    bases: list[tuple[str, str]] = field(default_factory=list)
+    shared: list[str] = field(default_factory=list)
+    logit: str = "raw"
+    outer: str = "1.0"
+    first: list[str] = field(default_factory=list)
+    stop: list[str] = field(default_factory=list)
+    allowed: str = ""
+    shifts: bool = False
+    modifies: bool = False
+    has_outer: bool = False
+    reads_rows: bool = False
+    reads_columns: bool = False
+    mask_reads_columns: bool = False
+
+    @property
+    def stages_scores(self) -> bool:
+        """Some staged value is needed in every block."""
+        return any(not value.masked for value in self.staged)
+
+    @property
+    def loads_elements(self) -> bool:
+        """Some captured value is another one for each element."""
+        return any("tiles.element(" in line for line in (*self.element, *self.mask_element))
+
+    @property
+    def statements(self) -> int:
+        """What each element of a partial block takes."""
+        return len(self.element) + len(self.mask_element)
+
+    @property
+    def staged_for_mask(self) -> bool:
+        """Some staged value is needed in partial blocks only."""
+        return any(value.masked for value in self.staged)
+
+    @property
+    def column_bytes(self) -> int:
+        """Shared memory that a column's staged values take."""
+        return sum(_STAGED_BYTES[value.type] for value in self.staged)
+
+
+def print_kernel(graph: Graph, *, approximate: bool, exact: bool, shifts: bool = True) -> Kernel:
+    """The statements of a graph that is lowered to base 2 (outputs logit2, outer and perhaps mask).
+
+    Args:
+        approximate: the hardware approximation of tanh is allowed; exact: no approximation is.
+        shifts: a part of the score that a row's elements of a block share may be left to the softmax, see `Body.peel`.
+    """
+    body = Body(graph, position_bounds(graph, MAX_TOKENS), approximate, exact)
+    kernel = Kernel()
+    logit, outer = _output(graph, "logit2"), _output(graph, "outer")
+    body.add(outer)
+    kernel.outer = body.at(outer, TILE)
+    kernel.has_outer = not is_const(outer, 1.0)
+    peeled = body.peel(logit) if shifts else None
+    kernel.shifts = peeled is not None
+    if peeled is None:
+        body.add(logit)
+    kernel.modifies = not (logit.op == "input" and logit.attrs[0] == "raw")
+    kernel.logit = peeled or body.at(logit, ELEMENT)
+    if kernel.modifies and body.level(logit) != ELEMENT:
+        kernel.logit = f"Float32({kernel.logit})"
+    lines = body.take()
+    kernel.tile, kernel.row = lines[TILE], lines[ROW]
+    kernel.block, kernel.block_row, kernel.column, kernel.element = (lines[place] for place in (BLOCK, BLOCK_ROW, COLUMN, ELEMENT))
+    kernel.quick, slow = _without_memory(kernel.column)
+    kernel.staged = [_staged(name, dtype, False) for name, dtype in body.exported.items() if name in slow]
+    kernel.reads_columns = body.reads_columns and _names("kv_idx", [*kernel.quick, *kernel.element, kernel.logit])
+    mask = graph.mask
+    if mask is not None:
+        before = dict(body.exported)
+        others = _split_interval(body, kernel, mask)
+        for node in others:
+            body.add(node)
+        kernel.allowed = " & ".join(f"Boolean({literal(n)})" if n.op == "const" else body.at(n, ELEMENT) for n in others)
+        lines = body.take()
+        # What a row needs stands before the blocks, where both kinds of block share it.
+        kernel.tile, kernel.row = kernel.tile + lines[TILE], kernel.row + lines[ROW]
+        kernel.mask_block, kernel.mask_block_row = lines[BLOCK], lines[BLOCK_ROW]
+        kernel.mask_column, kernel.mask_element = lines[COLUMN], lines[ELEMENT]
+        kernel.mask_quick, slow = _without_memory(kernel.mask_column, slow)
+        kernel.staged += [_staged(name, dtype, True) for name, dtype in body.exported.items() if name in slow and name not in before]
+        kernel.mask_reads_columns = _names("kv_idx", [*kernel.mask_quick, *kernel.mask_element, kernel.allowed])
+    kernel.reads_rows = "q_idx" in body.names.values()
+    rows = ({"q_idx": INT32} if kernel.reads_rows else {}) | body.row_dtypes
+    kernel.rows = [(name, _TYPES[dtype]) for name, dtype in rows.items()]
+    kernel.bases = [(name, _TYPES[dtype]) for name, dtype in body.row_bases.items()]
+    kernel.shared = list(body.shared)
+    return kernel
+
+
+def _split_interval(body: Body, kernel: Kernel, mask: Node) -> list[Node]:
+    """The conditions that all must hold, without those that bound the columns of a row from one side, which go into the kernel's limits."""
+    if mask.op == "and" and mask.dtype == BOOL:
+        return [node for part in mask.args for node in _split_interval(body, kernel, part)]
+    limit = body.row_limit(mask)
+    if limit is None:
+        return [mask]
+    op, name = limit
+    if op in ("lt", "le"):
+        kernel.stop.append(f"{name} - key{' + 1' if op == 'le' else ''}")
+    else:
+        kernel.first.append(f"{name} - key{' + 1' if op == 'gt' else ''}")
+    return []
+
+
+def _staged(name: str, dtype: str, masked: bool) -> Staged:
+    return Staged(name, _STAGED_TYPES[dtype], dtype == BOOL, masked)
+
+
+def _without_memory(lines: Sequence[str], known: frozenset[str] = frozenset()) -> tuple[list[str], frozenset[str]]:
+    """The statements that neither load nor use what was loaded, and the names that the others define, with those `known` before."""
+    quick, slow = [], set(known)
+    for line in lines:
+        name, expression = line.split(" = ", 1)
+        if "tiles.element(" in expression or slow & set(re.findall(r"\w+", expression)):
+            slow.add(name)
+        else:
+            quick.append(line)
+    return quick, frozenset(slow)
+
+
+def _names(name: str, texts: Sequence[str]) -> bool:
+    return any(re.search(rf"\b{name}\b", text.split("  # ")[0]) for text in texts)
+
+
+def _output(graph: Graph, name: str) -> Node:
+    node = graph.get(name)
+    if node is None:
+        raise InternalError(f"the graph has no output {name}:\n{graph}")
+    return node

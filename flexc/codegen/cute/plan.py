@@ -1,0 +1,266 @@
+"""Every choice of the CuTe backend as plain data: the tile, who computes what, how tiles are handed out, which softmax."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from flexc.codegen.cute.kernel import MAX_TOKENS, print_kernel
+from flexc.errors import UnsupportedError
+from flexc.ir.bounds import bounds
+from flexc.ir.graph import FLOAT32, Graph, const_value, inputs_of, topological
+from flexc.ir.interval import Interval
+from flexc.ir.ops import has_trait
+from flexc.target import KIB, Target
+
+MAX_HEAD_DIM = 256  # a wgmma product is at most 256 wide
+GROUP_ROWS = 64  # query tokens of one consumer warpgroup: the height of wgmma
+_PADDED = (64, 96, 128, 192, 256)
+_ELEMENT_BYTES = 2
+_BARRIER_BYTES = KIB  # barriers, the queue's slots and alignment of the buffers
+
+# Registers of a thread that computes and of one that loads, by consumer warpgroups. The sum over all threads is at most 64 Ki; one step
+# more for two warpgroups (248) does not fit, and the kernel would wait for registers forever.
+REGISTERS = {1: (240, 56), 2: (240, 24), 3: (160, 32)}
+
+SCHEDULERS = ("grid", "static", "dynamic")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The tile of the forward kernel.
+
+    Attributes:
+        rows: query tokens of a block of threads, 64 for each consumer warpgroup.
+        columns: key tokens of one step.
+        stages: buffers of keys and of values.
+        turns: the warpgroups take turns at starting their products, so that one computes its softmax under the other's products.
+        scheduler: "grid": one block of threads for each tile, longest first; the hardware hands them out. "static": one block for each
+            SM, tiles in fixed strides: no start-up between tiles, for tiles of equal work. "dynamic": one block for each SM, tiles from a
+            counter.
+    """
+
+    rows: int
+    columns: int
+    stages: int = 2
+    turns: bool = True
+    scheduler: str = "grid"
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.columns}, {self.stages} stages{', turns' if self.turns else ''}, {self.scheduler}"
+
+    @property
+    def groups(self) -> int:
+        """Consumer warpgroups."""
+        return self.rows // GROUP_ROWS
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `emit` needs to know; two equal plans of equal graphs give the same text.
+
+    Attributes:
+        arch: "sm_90a".
+        dtype: of q, k, v: "float16" or "bfloat16".
+        head_dim, head_dim_v: D and Dv.
+        padded_dim, padded_dim_v: what products work on; the difference is filled with zeros on the way into shared memory.
+        group: query heads of a key/value head.
+        forward: tile of the kernel.
+        walk: "runs" of a block map, or "dense" where every block is visited and only a ragged end is masked.
+        out_buffer: where output tiles are staged: "own" memory, or that of the "queries" they belong to.
+        shift: what scores in base 2 are taken relative to where bounds prove them close to it; None for the running maximum of each row.
+        polynomial: of every eight weights how many are computed by multiply-adds in place of the special-function unit, in full blocks.
+        bulk: the tensors allow bulk copies as they are; otherwise the host copies them first, to rows of whole 16 bytes.
+        approximate: the hardware approximation of tanh.
+        exact: no approximation of functions and quotients at all.
+        smem_bytes: shared memory of a block of threads.
+        registers: of a computing thread, of a loading thread.
+    """
+
+    arch: str
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    padded_dim: int
+    padded_dim_v: int
+    group: int
+    forward: Tile
+    walk: str
+    out_buffer: str
+    shift: float | None
+    polynomial: int
+    bulk: bool
+    approximate: bool
+    exact: bool
+    smem_bytes: int
+    registers: tuple[int, int]
+
+    def __str__(self) -> str:
+        return "\n".join(f"{f.name:16} {getattr(self, f.name)}" for f in fields(self))
+
+
+def padded(head_dim: int) -> int:
+    """The head dimension that products work on."""
+    return next(width for width in _PADDED if width >= head_dim)
+
+
+def smem_bytes(tile: Tile, padded_dim: int, padded_dim_v: int, out_buffer: str, column_bytes: int = 0) -> int:
+    """Shared memory of a block of threads; `column_bytes` of values that a warpgroup shares for each column, twice."""
+    own_out = tile.rows * padded_dim_v if out_buffer == "own" else 0
+    streamed = tile.stages * tile.columns * (padded_dim + padded_dim_v)
+    columns = -(-2 * tile.groups * tile.columns * column_bytes // KIB) * KIB  # the next buffer is aligned
+    return _BARRIER_BYTES + columns + _ELEMENT_BYTES * (tile.rows * padded_dim + streamed + own_out)
+
+
+def out_buffer_for(tile: Tile, padded_dim: int, padded_dim_v: int, target: Target, column_bytes: int = 0) -> str | None:
+    """Where the output is staged: in its own memory if there is room, so that the next queries can arrive meanwhile; None: nothing fits."""
+    if smem_bytes(tile, padded_dim, padded_dim_v, "own", column_bytes) <= target.smem_bytes:
+        return "own"
+    fits = padded_dim_v <= padded_dim and smem_bytes(tile, padded_dim, padded_dim_v, "queries", column_bytes) <= target.smem_bytes
+    return "queries" if fits else None
+
+
+_Sizes = tuple[tuple[int, int], ...]
+
+# (D, Dv) after padding → (rows, columns), best first: of a kernel without mask and score function, with a mask only, with a score function.
+# All compile without spills and without serialised products. The order follows timings of the bare loop on an H200 where there are any.
+_TILES: dict[tuple[int, int], tuple[_Sizes, _Sizes, _Sizes]] = {
+    (64, 64): (((192, 128), (128, 192), (128, 128)), ((192, 128), (128, 128), (128, 64)), ((128, 128), (192, 112), (128, 64))),
+    (96, 96): (((128, 192), (128, 128)), ((128, 128), (128, 160)), ((128, 128), (128, 64))),
+    (128, 128): (((128, 176), (128, 128), (128, 192)), ((128, 128), (128, 176), (128, 64)), ((128, 128), (128, 144), (128, 64))),
+    (192, 128): (((128, 128), (128, 64)), ((128, 128), (128, 64)), ((128, 128), (128, 64))),
+    (192, 192): (((128, 112), (128, 96)), ((128, 96), (128, 64)), ((128, 96), (128, 64))),
+    (256, 256): (((128, 80), (128, 64)), ((128, 64),), ((128, 64),)),
+}
+_ONE_BY_ONE = ((128, 64), (128, 32))  # an element's own load holds registers until it arrives; past _WIDEST_WITH_TURNS, the other way round
+_LAST_RESORT = ((128, 128), (128, 96), (128, 64), (128, 32))
+_MOST_FRAGMENTS = 180  # registers of a thread for scores, weights and output; what is left of 240 is for all else
+_MOST_STATEMENTS = 4  # of an element, in the 160 registers of a thread of three warpgroups
+_WIDEST_WITH_TURNS = 128  # beyond, products are long enough to hide a softmax by themselves
+
+
+def candidates(graph: Graph, target: Target, padded_dim: int, padded_dim_v: int) -> list[Tile]:
+    """Tiles worth timing, best guess first. All fit the target's shared memory."""
+    kernel = print_kernel(graph, approximate=False, exact=False)
+    has_mask = graph.mask is not None
+    if kernel.loads_elements:
+        sizes = _ONE_BY_ONE if max(padded_dim, padded_dim_v) <= _WIDEST_WITH_TURNS else _ONE_BY_ONE[::-1]
+    else:
+        listed = _TILES.get((padded_dim, padded_dim_v))
+        sizes = listed[2 if kernel.modifies else 1 if has_mask else 0] if listed is not None else _small(_LAST_RESORT, padded_dim_v)
+    found = []
+    for rows, columns in sizes:
+        turns = max(padded_dim, padded_dim_v) <= _WIDEST_WITH_TURNS and rows == 2 * GROUP_ROWS
+        tile = Tile(rows, columns, 2, turns, "grid" if has_mask else "static")
+        if tile.groups == 3 and kernel.statements > _MOST_STATEMENTS:
+            continue
+        if out_buffer_for(tile, padded_dim, padded_dim_v, target, kernel.column_bytes) is not None:
+            found.append(tile)
+    return found
+
+
+def _small(sizes: _Sizes, padded_dim_v: int) -> _Sizes:
+    """Those whose fragments leave a thread of two warpgroups enough registers."""
+    return tuple((rows, columns) for rows, columns in sizes if columns / 2 + columns / 4 + padded_dim_v / 2 <= _MOST_FRAGMENTS)
+
+
+def make_plan(
+    graph: Graph,
+    target: Target,
+    *,
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    group: int,
+    bulk: bool = True,
+    precision: str = "fast",
+    tile: Tile | None = None,
+) -> Plan:
+    """The default plan.
+
+    Args:
+        graph: lowered to base 2; decides whether a block map is walked, and which softmax is enough.
+        target: must be Hopper.
+        dtype: of q, k and v.
+        group: Hq / Hkv.
+        bulk: the tensors allow bulk copies (16-byte aligned base and strides).
+        precision: "fast", "tf32" (the same here) or "exact" (no hardware approximations).
+        tile: replaces the computed one.
+
+    Raises:
+        UnsupportedError: the architecture, dtype or head dimension has no kernel.
+    """
+    if target.arch != "sm_90a":
+        raise UnsupportedError(f"target {target.arch} on the cute backend: expected sm_90a (Hopper)")
+    if dtype not in ("float16", "bfloat16"):
+        raise UnsupportedError(f"dtype {dtype} on the cute backend: expected float16 or bfloat16")
+    if max(head_dim, head_dim_v) > MAX_HEAD_DIM:
+        raise UnsupportedError(f"head dimension on the cute backend: expected at most {MAX_HEAD_DIM}, got {max(head_dim, head_dim_v)}")
+    wide, wide_v = padded(head_dim), padded(head_dim_v)
+    exact = precision == "exact"
+    approximate = not exact and dtype == "bfloat16"
+    column_bytes = print_kernel(graph, approximate=approximate, exact=exact).column_bytes
+    if tile is None:
+        fitting = candidates(graph, target, wide, wide_v)
+        if not fitting:
+            raise UnsupportedError(
+                f"head dimensions ({head_dim}, {head_dim_v}) with {column_bytes} bytes of captured values a key on the cute backend: "
+                f"no tile fits {target.smem_bytes} bytes of shared memory"
+            )
+        tile = fitting[0]
+    out_buffer = out_buffer_for(tile, wide, wide_v, target, column_bytes)
+    if out_buffer is None or tile.rows % GROUP_ROWS or tile.groups not in REGISTERS or tile.scheduler not in SCHEDULERS:
+        raise UnsupportedError(
+            f"tile {tile} on the cute backend: it does not fit {target.arch} at head dimensions ({head_dim}, {head_dim_v})"
+        )
+    shift = None if exact else shift_of(graph, dtype)
+    return Plan(
+        arch=target.arch,
+        dtype=dtype,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        padded_dim=wide,
+        padded_dim_v=wide_v,
+        group=group,
+        forward=tile,
+        walk="dense" if graph.mask is None else "runs",
+        out_buffer=out_buffer,
+        shift=shift,
+        polynomial=2 if shift is not None and _costs_special_functions(graph) else 0,
+        bulk=bulk and head_dim % 8 == head_dim_v % 8 == 0,
+        approximate=approximate,
+        exact=exact,
+        smem_bytes=smem_bytes(tile, wide, wide_v, out_buffer, column_bytes),
+        registers=REGISTERS[tile.groups],
+    )
+
+
+def map_blocks(plan: Plan) -> dict[str, tuple[int, int]]:
+    """Tokens per block of the map that the kernel walks; none where every block is visited."""
+    return {} if plan.walk == "dense" else {"forward": (plan.forward.rows, plan.forward.columns)}
+
+
+# Weights relative to a fixed shift need its range on either side in the 16-bit type, and float32 sums need it too.
+_WIDEST_RANGE = {"bfloat16": 80.0, "float16": 14.0}
+
+
+def shift_of(graph: Graph, dtype: str) -> float | None:
+    """The middle of the scores in base 2, if bounds prove that none is further from it than weights may be from 1."""
+    logit, outer = graph.get("logit2"), graph.get("outer")
+    if logit is None or outer is None or outer.op != "const":
+        return None
+    position = Interval.of(0.0, float(MAX_TOKENS - 1))
+    inputs = {name: position for name in ("q_idx", "kv_idx", "batch", "head")}
+    inputs |= {"raw": Interval.everything(nan=False), "scale": Interval.of(0.0, 1e30)}
+    found = bounds([logit], inputs, [Interval.everything() for _ in graph.scalars], None)[logit]
+    factor = float(const_value(outer))
+    low, high = float(found.lo.min()) * factor, float(found.hi.max()) * factor
+    # NaN reaches the result as it would with a maximum, so bounds may leave it open.
+    return (low + high) / 2 if high - low <= 2 * _WIDEST_RANGE[dtype] else None
+
+
+def _costs_special_functions(graph: Graph) -> bool:
+    """Whether each score takes the special-function unit besides its weight."""
+    logit = graph.get("logit2")
+    if logit is None:
+        return False
+    return any(n.dtype == FLOAT32 and has_trait(n, "costly") and "raw" in inputs_of(n) for n in topological([logit]))

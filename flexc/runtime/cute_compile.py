@@ -1,0 +1,350 @@
+# pyright: reportMissingImports=false
+"""Compile generated CuTe modules: at the first call for the GPU of this machine, or ahead of time for a target and without a GPU.
+
+A generated module holds `Launcher` objects. One compiles its host function once per process from the declared arguments (fake tensors:
+symbolic sizes and strides), keeps the object file in the disk cache, and calls it through TVM-FFI, which takes PyTorch tensors and the
+current stream as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import re
+import subprocess
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from flexc import settings
+from flexc.errors import ToolchainError
+from flexc.runtime.cache import cache_of
+from flexc.runtime.key import key_of
+
+PACKAGE = "nvidia-cutlass-dsl"
+_compiling = threading.RLock()  # the DSL keeps the options of a compilation in one shared object
+_ENTRY = "flexc_forward"
+
+
+@dataclass(frozen=True)
+class TensorArgument:
+    """A tensor of a launch function.
+
+    Attributes:
+        sizes: numbers are fixed, names are equal where they are equal.
+        bulk: the last dimension is contiguous; base and the other strides are multiples of 16 bytes.
+        compact: contiguous. Otherwise any strides.
+        align: of the base, in bytes; 0 for that of an element.
+    """
+
+    name: str
+    dtype: str
+    sizes: tuple[int | str, ...]
+    bulk: bool = False
+    compact: bool = False
+    align: int = 0
+
+
+@dataclass(frozen=True)
+class NumberArgument:
+    """A run-time number of a launch function: "float32", "int32" or "int64"."""
+
+    name: str
+    dtype: str
+
+
+def tensor(
+    name: str, dtype: str, sizes: tuple[int | str, ...], *, bulk: bool = False, compact: bool = False, align: int = 0
+) -> TensorArgument:
+    """See `TensorArgument`."""
+    return TensorArgument(name, dtype, sizes, bulk, compact, align)
+
+
+def number(name: str, dtype: str) -> NumberArgument:
+    """See `NumberArgument`."""
+    return NumberArgument(name, dtype)
+
+
+Argument = TensorArgument | NumberArgument
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """One kernel's machine code and what it uses.
+
+    Attributes:
+        registers: per thread at launch; warpgroups then trade them (`setmaxnreg`).
+        spill_bytes: stack and local memory per thread.
+        smem_bytes: shared memory of a block, at most.
+        remarks: what ptxas says of lost performance, such as serialised matrix products (C7510 to C7519).
+    """
+
+    name: str
+    ptx: str
+    cubin: bytes
+    registers: int
+    spill_bytes: int
+    smem_bytes: int
+    threads: int
+    remarks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CompiledModule:
+    """All kernels of a module, for one target."""
+
+    kernels: tuple[CompiledKernel, ...]
+
+    def only(self, names: Sequence[str]) -> CompiledModule:
+        """The kernels with these names."""
+        return CompiledModule(tuple(k for k in self.kernels if k.name in names))
+
+    def ptx(self) -> str:
+        """PTX of each kernel."""
+        return "\n".join(k.ptx for k in self.kernels)
+
+    def sass(self) -> str:
+        """Each cubin, disassembled."""
+        return "\n".join(_tool("cuobjdump", k.cubin, "-sass") for k in self.kernels)
+
+    def resources(self) -> str:
+        """One line a kernel."""
+        rows = [f"{'kernel':18} {'registers':>9} {'spill bytes':>11} {'smem bytes':>10} {'warps':>5}"]
+        rows += [f"{k.name:18} {k.registers:9} {k.spill_bytes:11} {k.smem_bytes:10} {k.threads // 32:5}" for k in self.kernels]
+        rows += [f"{k.name}: {remark}" for k in self.kernels for remark in k.remarks]
+        return "\n".join(rows)
+
+
+@dataclass
+class Launcher:
+    """A `cute.jit` host function that launches kernels, and the arguments it is compiled for. Calling it compiles at the first call.
+
+    Attributes:
+        function: tensors and numbers in the order of `arguments`, then the stream.
+        arch: for example "sm_90a".
+        smem_bytes: shared memory of a block of threads, at most.
+    """
+
+    function: Callable[..., Any]
+    arch: str
+    arguments: tuple[Argument, ...]
+    smem_bytes: int = 0
+    _ready: Callable[..., Any] | None = field(default=None, repr=False)
+
+    def __call__(self, *values: Any) -> None:
+        """Launch on the current stream. Tensors are PyTorch's, without gradient; the sizes and strides are checked."""
+        ready = self._ready
+        if ready is None:
+            ready = self.prepare()
+        ready(*values)
+
+    def prepare(self) -> Callable[..., Any]:
+        """The compiled function: from memory, from the disk cache, or compiled."""
+        with _compiling:
+            if self._ready is None:
+                self._ready = self._kept()
+            return self._ready
+
+    def _kept(self) -> Callable[..., Any]:
+        """The object file in the cache, compiled if it has none. FLEXC_CACHE_DIR and the like apply as to texts."""
+        store = cache_of(settings.current())
+        key = key_of(
+            source=_source_digest(self.function),
+            arguments=repr(self.arguments),
+            arch=self.arch,
+            version=_version(),
+            environment=sorted((name, value) for name, value in os.environ.items() if name.startswith("CUTE_DSL_COMPILER")),
+        )
+        entry = store.get(key)
+        if entry is None:
+            with store.lock(key):
+                entry = store.get(key)
+                if entry is None:
+                    compiled = self.compiled()
+                    with tempfile.TemporaryDirectory() as folder:
+                        file = Path(folder) / "launch.o"
+                        compiled.export_to_c(str(file), function_name=_ENTRY)
+                        entry = store.put(key, {"launch.o": file.read_bytes()}, {"arch": self.arch, "backend": "cute"})
+                    return compiled
+        return getattr(_cute().runtime.load_module(str(entry.path("launch.o")), enable_tvm_ffi=True), _ENTRY)
+
+    def compiled(self, *options: str) -> Any:
+        """The DSL's compiled object, made anew."""
+        cute = _cute()
+        with _compiling, _architecture(self.arch), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the DSL's advice on long unrolled loops and its old names: not the user's concern
+            stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+            text = " ".join(("--enable-tvm-ffi", f"--gpu-arch {self.arch}", *options))
+            return cute.compile(self.function, *_fake(self.arguments), stream, options=text)
+
+
+def compile_module(module: ModuleType, names: Sequence[str] | None = None) -> CompiledModule:
+    """Compile the launchers of a generated module for what they are declared for. Needs no GPU.
+
+    Args:
+        module: with `LAUNCHERS`: kernel name → Launcher.
+        names: which kernels; default all.
+    """
+    return CompiledModule(tuple(_compile(name, module.LAUNCHERS[name]) for name in names or module.LAUNCHERS))
+
+
+def _compile(name: str, launcher: Launcher) -> CompiledKernel:
+    with tempfile.TemporaryDirectory() as folder, _captured_output() as said:
+        # The wrapper of remarks prints ptxas's report, which says where products are serialised.
+        compiled = launcher.compiled("--keep-ptx", "--keep-cubin", f"--dump-dir {folder}", "remarks{ptx}")
+        ptx, cubin = compiled.__ptx__, compiled.__cubin__
+    report = said()
+    usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", _tool("cuobjdump", cubin, "-res-usage"))
+    registers, stack, local = (int(usage[i]) for i in (1, 2, 3)) if usage else (0, 0, 0)
+    threads = re.search(r"\.(?:max|req)ntid (\d+)", ptx)
+    remarks = sorted(set(re.findall(r"\(?C75\d\d\)?[^\n]*?(?= in (?:the )?function|\n|$)", report)))
+    return CompiledKernel(
+        name=name,
+        ptx=ptx,
+        cubin=cubin,
+        registers=registers,
+        spill_bytes=stack + local,
+        smem_bytes=launcher.smem_bytes,
+        threads=int(threads[1]) if threads else 0,
+        remarks=tuple(remarks),
+    )
+
+
+# --- the DSL ----------------------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _cute() -> Any:
+    try:
+        import cutlass.cute as cute
+        import cutlass.cute.runtime  # noqa: F401
+        import tvm_ffi  # noqa: F401
+    except ImportError as error:
+        raise ToolchainError(
+            f"the cute backend needs the packages {PACKAGE} >= 4.8 and apache-tvm-ffi: "
+            f'pip install "{PACKAGE}[cu13]" apache-tvm-ffi ({error})'
+        ) from None
+    return cute
+
+
+def _version() -> str:
+    try:
+        return metadata.version(PACKAGE)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+@contextlib.contextmanager
+def _architecture(arch: str) -> Iterator[None]:
+    """CUTE_DSL_ARCH while compiling: some constructors ask the DSL for its own architecture, not for the option's."""
+    before = os.environ.get("CUTE_DSL_ARCH")
+    os.environ["CUTE_DSL_ARCH"] = arch
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["CUTE_DSL_ARCH"]
+        else:
+            os.environ["CUTE_DSL_ARCH"] = before
+
+
+def _fake(arguments: Sequence[Argument]) -> list[Any]:
+    """Stand-ins with symbolic sizes and strides, and numbers."""
+    import cutlass
+    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
+
+    cute = _cute()
+    types = {
+        "float16": cutlass.Float16,
+        "bfloat16": cutlass.BFloat16,
+        "float32": cutlass.Float32,
+        "float64": cutlass.Float64,
+        "int8": cutlass.Int8,
+        "uint8": cutlass.Uint8,
+        "int16": cutlass.Int16,
+        "int32": cutlass.Int32,
+        "int64": cutlass.Int64,
+    }
+    symbols: dict[str, Any] = {}
+    made: list[Any] = []
+    for argument in arguments:
+        kind = types[argument.dtype]
+        if isinstance(argument, NumberArgument):
+            made.append(kind(1))
+            continue
+        sizes = tuple(size if isinstance(size, int) else symbols.setdefault(size, cute.sym_int()) for size in argument.sizes)
+        rank = len(sizes)
+        if argument.compact:
+            order = tuple(reversed(range(rank)))
+            made.append(make_fake_compact_tensor(kind, sizes, stride_order=order, assumed_align=argument.align or kind.width // 8))
+        elif argument.bulk:
+            step = 16 * 8 // kind.width
+            strides = (*(cute.sym_int64(divisibility=step) for _ in range(rank - 1)), 1)
+            made.append(make_fake_tensor(kind, sizes, strides, assumed_align=16))
+        else:
+            strides = tuple(cute.sym_int64() for _ in range(rank))
+            made.append(make_fake_tensor(kind, sizes, strides, assumed_align=argument.align or kind.width // 8))
+    return made
+
+
+@cache
+def _source_digest(function: Callable[..., Any]) -> str:
+    """Digest of the file that the function stands in and of the building blocks that it is made from."""
+    digest = hashlib.sha256()
+    for file in (Path(_unwrapped(function).__code__.co_filename), Path(__file__).with_name("cute_tiles.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _unwrapped(function: Any) -> Any:
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
+
+
+@contextlib.contextmanager
+def _captured_output() -> Iterator[Callable[[], str]]:
+    """What is written to stdout and stderr meanwhile, by Python or by a library; afterwards the function given tells."""
+    texts: list[str] = []
+    printed = io.StringIO()
+    with tempfile.TemporaryFile() as file:
+        kept = [os.dup(descriptor) for descriptor in (1, 2)]
+        try:
+            for descriptor in (1, 2):
+                os.dup2(file.fileno(), descriptor)
+            with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+                yield lambda: texts[0]
+        finally:
+            for descriptor, copy in zip((1, 2), kept):
+                os.dup2(copy, descriptor)
+                os.close(copy)
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace") + printed.getvalue())
+
+
+# NVIDIA's cubin tools come with Triton; the DSL has none.
+@cache
+def _tool_path(name: str) -> Path:
+    import triton
+
+    path = Path(str(triton.__file__)).parent / "backends" / "nvidia" / "bin" / name
+    if not path.is_file():
+        raise ToolchainError(f"{name} is missing from the triton package, where it is expected at {path}: reinstall triton")
+    return path
+
+
+def _tool(name: str, cubin: bytes, *options: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([_tool_path(name), *options, file.name], capture_output=True, text=True, check=False)
+    return done.stdout

@@ -1,0 +1,129 @@
+"""Default plans fit Hopper's shared memory and registers; what has no kernel is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flexc.codegen.cute import Tile, candidates, make_plan, map_blocks
+from flexc.codegen.cute.plan import REGISTERS, padded, shift_of, smem_bytes
+from flexc.errors import UnsupportedError
+from flexc.target import KNOWN, Target
+from tests.codegen.cute.texts import HOPPER, VARIANTS, causal, lowered, planned, softcap
+
+WIDE = torch.arange(900)
+HEAD_DIMS = [(1, 1), (64, 64), (72, 40), (96, 96), (128, 128), (192, 128), (128, 192), (64, 256), (256, 64), (192, 192), (256, 256)]
+
+
+def capped(limit):
+    def score_mod(score, batch, head, q_idx, kv_idx):
+        return limit * torch.tanh(score / limit)
+
+    return score_mod
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
+def test_the_default_tile_fits(name, head_dims):
+    plan = planned(lowered(*VARIANTS[name]), head_dim=head_dims[0], head_dim_v=head_dims[1])
+    assert plan.smem_bytes <= HOPPER.smem_bytes
+    assert plan.padded_dim >= head_dims[0] and plan.padded_dim_v >= head_dims[1]
+    tile = plan.forward
+    assert tile.rows % 64 == 0 and tile.columns % 16 == 0, "what wgmma multiplies, and what a k step of the second product takes"
+    assert plan.out_buffer == "own" or plan.padded_dim_v <= plan.padded_dim
+
+
+def test_shared_memory_is_the_sum_of_the_buffers():
+    tile = Tile(128, 128, 2)
+    buffers = 2 * (128 * 128 + 2 * 128 * (128 + 128))
+    assert smem_bytes(tile, 128, 128, "queries") - buffers == smem_bytes(tile, 64, 64, "queries") - 2 * (128 * 64 + 2 * 128 * 128)
+    assert smem_bytes(tile, 128, 128, "own") - smem_bytes(tile, 128, 128, "queries") == 2 * 128 * 128
+    assert smem_bytes(tile, 128, 128, "own", 4) - smem_bytes(tile, 128, 128, "own") == 2 * 2 * 128 * 4
+
+
+@pytest.mark.parametrize("groups", REGISTERS)
+def test_registers_of_all_threads_fit_an_sm(groups):
+    """A kernel that asks for more waits for them forever."""
+    computing, loading = REGISTERS[groups]
+    assert computing % 8 == loading % 8 == 0
+    assert 128 * (groups * computing + loading) <= HOPPER.regs_per_sm
+
+
+def test_every_candidate_makes_a_plan():
+    for head_dims in HEAD_DIMS:
+        wide = tuple(map(padded, head_dims))
+        for functions in VARIANTS.values():
+            graph = lowered(*functions)
+            found = candidates(graph, HOPPER, *wide)
+            assert found
+            for tile in found:
+                assert planned(graph, head_dim=head_dims[0], head_dim_v=head_dims[1], tile=tile).forward == tile
+
+
+def test_the_map_has_the_tiles_blocks():
+    plan = planned(lowered(None, causal))
+    assert map_blocks(plan) == {"forward": (plan.forward.rows, plan.forward.columns)}
+    assert map_blocks(planned(lowered(None, None))) == {}
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"dtype": "float32"}, "dtype float32 on the cute backend: expected float16 or bfloat16"),
+        ({"head_dim": 257}, "head dimension on the cute backend: expected at most 256, got 257"),
+        ({"head_dim_v": 512}, "head dimension on the cute backend: expected at most 256, got 512"),
+        ({"tile": Tile(128, 256)}, "tile 128x256, .* on the cute backend: it does not fit sm_90a"),
+        ({"tile": Tile(256, 64)}, "tile 256x64, .* on the cute backend"),
+        ({"tile": Tile(128, 128, scheduler="none")}, "tile .* on the cute backend"),
+    ],
+)
+def test_what_has_no_kernel_is_refused(changes, message):
+    with pytest.raises(UnsupportedError, match=message):
+        planned(lowered(None, causal), **changes)
+
+
+@pytest.mark.parametrize("target", [t for t in KNOWN.values() if t.arch != "sm_90a"], ids=lambda t: t.arch)
+def test_other_architectures_are_refused(target: Target):
+    with pytest.raises(UnsupportedError, match=rf"target {target.arch} on the cute backend: expected sm_90a"):
+        make_plan(lowered(None, None), target, dtype="bfloat16", head_dim=64, head_dim_v=64, group=1)
+
+
+def test_captured_values_of_keys_count_as_shared_memory():
+    def many(score, batch, head, q_idx, kv_idx):
+        for i in range(150):
+            score = score + torch.where(WIDE[kv_idx + i] == q_idx, 1.0, 0.0)
+        return score
+
+    with pytest.raises(UnsupportedError, match=r"with 1200 bytes of captured values a key on the cute backend: no tile fits"):
+        planned(lowered(many, None))
+
+
+# --- bounded scores ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_soft_cap_needs_no_running_maximum():
+    graph = lowered(softcap, causal)
+    assert shift_of(graph, "bfloat16") == 0.0
+    assert planned(graph).shift == 0.0 and planned(graph).polynomial > 0
+    assert planned(graph, precision="exact").shift is None and not planned(graph, precision="exact").approximate
+
+
+@pytest.mark.parametrize(
+    "dtype, limit, is_bounded", [("bfloat16", 55, True), ("bfloat16", 56, False), ("float16", 9.7, True), ("float16", 9.8, False)]
+)
+def test_the_range_is_what_weights_can_hold(dtype, limit, is_bounded):
+    """Scores within the limit are within limit * log2(e) in base 2: 80 for bfloat16, 14 for float16."""
+    assert (shift_of(lowered(capped(limit), None), dtype) is not None) == is_bounded
+
+
+def test_the_middle_of_the_range_is_taken():
+    def sigmoid(score, batch, head, q_idx, kv_idx):
+        return 8.0 * torch.sigmoid(score)
+
+    middle = shift_of(lowered(sigmoid, None), "bfloat16")
+    assert middle is not None and abs(middle - 4 * 1.442695) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["plain", "causal", "alibi", "key bias", "gated"])
+def test_unbounded_scores_keep_the_maximum(name):
+    assert planned(lowered(*VARIANTS[name])).shift is None

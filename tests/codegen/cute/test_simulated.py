@@ -1,0 +1,157 @@
+"""Whole kernels, run warp by warp on the CPU: right results, in every way of handing out tiles; and what the simulation notices."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import flexc
+from flexc import frontend, passes, sparsity
+from flexc.codegen.cute import Tile, emit
+from flexc.codegen.cute.kernel import print_kernel
+from flexc.pipeline import MaskAlone
+from tests.accuracy import assert_as_accurate_as_eager
+from tests.codegen.cute import simulated
+from tests.codegen.cute.simulated import Stuck, simulate
+from tests.codegen.cute.texts import HOPPER, VARIANTS, lowered, planned
+
+
+def run(functions, *, head_dim=64, head_dim_v=None, tile=None, dtype=torch.bfloat16, seed=0, change=None, **given):
+    """(out, lse, the inputs) of the kernel for these functions, whose text `change` may edit. Sizes and options of `simulate`: `given`."""
+    batch, heads, kv_heads = given.pop("batch", 1), given.pop("heads", 2), given.pop("kv_heads", 1)
+    q_len, kv_len = given.pop("q_len", 300), given.pop("kv_len", 300)
+    head_dim_v = head_dim_v or head_dim
+    random = torch.Generator().manual_seed(seed)
+    q, k, v = (
+        torch.randn(batch, n, length, width, generator=random).to(dtype)
+        for n, length, width in ((heads, q_len, head_dim), (kv_heads, kv_len, head_dim), (kv_heads, kv_len, head_dim_v))
+    )
+    graph = lowered(*functions)
+    plan = planned(
+        graph, dtype=str(dtype).removeprefix("torch."), head_dim=head_dim, head_dim_v=head_dim_v, group=heads // kv_heads, tile=tile
+    )
+    text = emit(graph, plan, HOPPER)
+    if change is not None:
+        changed = change(text)
+        assert changed != text, "the change found nothing to change"
+        text = changed
+    trace, binding = frontend.trace(*functions)
+    walk = None
+    if graph.mask is not None:
+        alone = MaskAlone.of(passes.run(trace.graph))
+        walk = sparsity.classify(
+            alone.graph,
+            q_len,
+            kv_len,
+            batch=batch,
+            heads=heads,
+            block=(plan.forward.rows, plan.forward.columns),
+            tensors=[binding.tensors[slot] for slot in alone.tensor_slots],
+            scalars=[binding.scalars[slot] for slot in alone.scalar_slots],
+            device=torch.device("cpu"),
+        ).row_walk()
+    kernel = print_kernel(graph, approximate=plan.approximate, exact=plan.exact)
+    out, lse = simulate(
+        text, plan, q, k, v, head_dim**-0.5, binding.tensors, binding.scalars, walk, staged=kernel.staged, seed=seed, **given
+    )
+    return out, lse, (q, k, v)
+
+
+def check(functions, **given) -> None:
+    out, lse, inputs = run(functions, **given)
+    truth, true_lse = flexc.reference(*functions, *inputs)
+    eager, _ = flexc.reference.__globals__["eager"](*functions, *inputs)
+    assert_as_accurate_as_eager(out, eager, truth)
+    assert torch.equal(torch.isneginf(lse), torch.isneginf(true_lse))
+    torch.testing.assert_close(lse, true_lse.float(), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_kernel_computes_its_variant(name):
+    check(VARIANTS[name])
+
+
+CASES = {
+    "a queue of tiles, grouped heads": (
+        "causal",
+        {"batch": 2, "heads": 4, "kv_heads": 2, "kv_len": 200, "tile": Tile(128, 64, 2, True, "dynamic")},
+    ),
+    "three stages, fixed strides": (
+        "window",
+        {"batch": 2, "q_len": 260, "kv_len": 400, "head_dim": 96, "tile": Tile(128, 64, 3, True, "static")},
+    ),
+    "out over queries, a queue": ("plain", {"kv_len": 500, "head_dim": 128, "tile": Tile(128, 176, 2, True, "dynamic")}),
+    "out over queries, rows without keys": (
+        "hole",
+        {"q_len": 500, "head_dim": 192, "head_dim_v": 128, "tile": Tile(128, 128, 2, False, "static")},
+    ),
+    "three warpgroups in turns, ragged dims": ("documents", {"head_dim": 72, "head_dim_v": 40, "tile": Tile(192, 64, 2, True, "dynamic")}),
+    "one warpgroup": ("key bias", {"tile": Tile(64, 128, 2, False, "dynamic")}),
+    "a block wider than a word of bits": ("window", {"tile": Tile(128, 176)}),
+    "few tokens": ("plain", {"q_len": 5, "kv_len": 3}),
+    "one key": ("causal", {"q_len": 64, "kv_len": 1}),
+    "float16, bounded": ("softcap", {"dtype": torch.float16}),
+    "wide heads": ("alibi", {"head_dim": 256, "q_len": 140}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_kernel_in_every_shape(case):
+    name, given = CASES[case]
+    check(VARIANTS[name], **given)
+
+
+# --- the simulation notices what would go wrong on the device -----------------------------------------------------------------------------
+
+
+def without(line: str, count: int = -1):
+    """The text less the lines that contain this."""
+
+    def change(text: str) -> str:
+        lines, left = [], count
+        for each in text.splitlines():
+            if line in each and left != 0:
+                left -= 1
+                each = each[: len(each) - len(each.lstrip())] + "pass"
+            lines.append(each)
+        return "\n".join(lines) + "\n"
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        without("keys.consumer_release(key_state)"),
+        without("tiles.pass_turn(group, GROUPS)", 1),
+        without("queries.consumer_release(query_state)"),
+        without("values.producer_acquire(value_state)"),
+    ],
+    ids=["keys are kept", "nobody begins", "queries are kept", "values come unasked"],
+)
+def test_a_missing_arrival_is_a_deadlock(change, monkeypatch):
+    monkeypatch.setattr(simulated, "PATIENCE", 2.0)
+    with pytest.raises((Stuck, AssertionError), match="waits for|arrivals"):
+        run(VARIANTS["causal"], tile=Tile(128, 64, 2, True, "static"), change=change, blocks=1, q_len=400, kv_len=400)
+
+
+def test_a_stage_released_too_early_is_noticed():
+    def change(text: str) -> str:
+        return re.sub(r"( +warpgroup\.wait_group\(1\)[^\n]*\n)( +keys\.consumer_release\(key_state\)\n)", r"\2\1", text)
+
+    def attempt(seed: int) -> bool:
+        try:
+            run(VARIANTS["causal"], tile=Tile(128, 64), change=change, seed=seed, q_len=600, kv_len=600, heads=1)
+        except AssertionError as error:
+            assert "operand in shared memory changed" in str(error)
+            return True
+        return False
+
+    assert any(attempt(seed) for seed in range(6))
+
+
+def test_registers_of_a_running_product_are_not_touched():
+    with pytest.raises(AssertionError, match="registers read while a product writes them"):
+        run(VARIANTS["causal"], tile=Tile(128, 64), change=without("warpgroup.wait_group(1)"))
