@@ -9,12 +9,14 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 HERE = os.path.abspath(__file__)
 sys.path.insert(0, os.getcwd())
-os.environ.setdefault("FLEXC_CACHE_DIR", "/tmp/flexc_smoke_cache")
+SCRATCH = os.path.join(tempfile.gettempdir(), "flexc_smoke")
+os.environ.setdefault("FLEXC_CACHE_DIR", os.path.join(SCRATCH, "cache"))
 
 # name: (variant, sizes, tile or None)
 CORRECT = {
@@ -126,7 +128,7 @@ def prepared(name, tile, b, h, hk, s, sk, d, dv=None, dtype="bfloat16", precisio
     chosen = Tile(*tile) if tile else None
     plan = make_plan(graph, target, dtype=dtype, head_dim=d, head_dim_v=dv, group=h // hk, tile=chosen, precision=precision)
     text = emit(graph, plan, target, title=name)
-    folder = "/tmp/flexc_smoke"
+    folder = SCRATCH
     os.makedirs(folder, exist_ok=True)
     import hashlib
 
