@@ -618,7 +618,6 @@ for _dim in (1, 8, 15, 16, 17, 31, 64, 72, 80, 96, 128, 160, 192, 256):
 
 
 for _dim, _v_dim in ((192, 128), (64, 96), (16, 1), (8, 72), (576, 512)):
-
     _limits = tuple(f"head_dim > {limit}" for limit in (256, 512) if _dim > limit)
 
     @case(f"head dim {_dim} for scores, {_v_dim} for values", needs=_limits, every_dtype=_dim == 192)
