@@ -25,6 +25,7 @@ from flexc.ir.graph import Graph
 from flexc.launch import MAPS, Launch
 from flexc.operators import PLAIN, is_watched
 from flexc.pipeline import Artifact
+from flexc.sinks import refuse_bad_sink, with_sink
 from flexc.sparsity import BlockMap
 from flexc.sparsity.facts import verify_facts
 
@@ -171,7 +172,7 @@ class Kernel:
         return make, (self.score_mod, self.mask_mod)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, return_lse: bool = False
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, return_lse: bool = False, sink: Tensor | None = None
     ) -> Tensor | tuple[Tensor, AuxOutput]:
         """Attention of q to k and v.
 
@@ -181,6 +182,8 @@ class Kernel:
             v: [B, Hkv, Skv, Dv].
             scale: on q·k before the score function, any finite number; default 1 / sqrt(D).
             return_lse: also return AuxOutput.
+            sink: [Hq], a learnable logit for each query head that takes part in the softmax of its rows and has no value. It counts in
+                lse, and costs one more pass over the output.
 
         Returns:
             out [B, Hq, Sq, Dv] in q's dtype, or (out, AuxOutput). A row that may see no key is 0, with lse -inf and zero gradients.
@@ -191,23 +194,28 @@ class Kernel:
             TraceError: a function cannot be compiled.
             UnsupportedError: the backend has no kernel for this.
         """
+        out, lse = self._attend(q, k, v, scale)
+        if sink is not None:
+            refuse_bad_sink(sink, q)
+            out, lse = with_sink(out, lse, sink)
+        return (out, AuxOutput(lse)) if return_lse else out
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+        """out and lse."""
         if is_dynamo_compiling():
             from flexc import dynamo
 
-            out, lse = dynamo.call(self, q, k, v, scale)
-            return (out, AuxOutput(lse)) if return_lse else out
+            return dynamo.call(self, q, k, v, scale)
         current = settings.current()
         if current.eager:
-            return self._eager(q, k, v, scale, return_lse)
+            return self._eager(q, k, v, scale)
         if is_watched(q, k, v):
-            out, lse = self._watched(q, k, v, scale)
-            return (out, AuxOutput(lse)) if return_lse else out
+            return self._watched(q, k, v, scale)
         launch, q, k, v, tensors = self._launch(q, k, v, scale, current)
         if current.check:
             self._check(launch, q, k, tensors)
         self._last = (launch, tensors, q.device)
-        out, lse = Attention.apply(launch, q, k, v, *tensors)
-        return (out, AuxOutput(lse)) if return_lse else out
+        return Attention.apply(launch, q, k, v, *tensors)
 
     # --- looking inside ---
 
@@ -394,14 +402,13 @@ class Kernel:
         options = replace(self._options, deterministic=True) if _wants_determinism() else self._options
         return pipeline.artifact_for(trace, shapes, target, backend, reason, options, self.__name__), extents, options
 
-    def _eager(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, return_lse: bool) -> Tensor | tuple[Tensor, AuxOutput]:
+    def _eager(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
         """FLEXC_EAGER=1: the user's own functions on dense tensors, where print and breakpoint work."""
         from flexc.reference import eager
 
         _refuse_what_is_no_input(q, k, v)
         _shapes_of(q, k, v)
-        out, lse = eager(self.score_mod, self.mask_mod, q, k, v, scale=None if scale is None else _finite(scale))
-        return (out, AuxOutput(lse)) if return_lse else out
+        return eager(self.score_mod, self.mask_mod, q, k, v, scale=None if scale is None else _finite(scale))
 
 
 def _wants_determinism() -> bool:

@@ -14,6 +14,7 @@ import inspect
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,20 +108,30 @@ class CheckReport:
         return text.getvalue().rstrip() + (f"\n{self.nan_scores}" if self.nan_scores else "")
 
 
-def check(kernel: Any, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, seed: int = 0, quiet: bool = False) -> CheckReport:
+def check(
+    kernel: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    sink: Tensor | None = None,
+    seed: int = 0,
+    quiet: bool = False,
+) -> CheckReport:
     """Run a kernel and the reference, forward and backward, and print how far they are apart.
 
     Args:
         kernel: a `flexc.Kernel`.
         q, k, v: as for the kernel; they are not changed and get no `.grad`.
-        scale: as for the kernel.
+        scale, sink: as for the kernel.
         seed: of the random gradients of out and lse.
         quiet: print nothing.
 
     Returns:
         CheckReport; a difference raises nothing, see `.ok` and `.raise_if_bad()`.
     """
-    report = compare(kernel, q, k, v, kernel.captured(q, k, v), scale=scale, seed=seed)
+    report = compare(kernel, q, k, v, kernel.captured(q, k, v), scale=scale, sink=sink, seed=seed)
     if not quiet:
         from rich.console import Console
 
@@ -132,23 +143,37 @@ def check(kernel: Any, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None =
 
 
 def compare(
-    kernel: Any, q: Tensor, k: Tensor, v: Tensor, captured: Mapping[str, Tensor], *, scale: float | None = None, seed: int = 0
+    kernel: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    captured: Mapping[str, Tensor],
+    *,
+    scale: float | None = None,
+    sink: Tensor | None = None,
+    seed: int = 0,
 ) -> CheckReport:
     """`check` with the tensors named whose gradients count besides those of q, k and v: captured ones, or what they are computed from."""
+    options: dict[str, Any] = {}
+    if sink is not None:
+        options["sink"] = sink = sink.detach().requires_grad_()
+        captured = {**captured, "sink": sink}
 
-    def run_kernel(score_mod: Any, mask_mod: Any, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None) -> tuple[Tensor, Tensor]:
-        out, aux = kernel(q, k, v, scale=scale, return_lse=True)
+    def run_kernel(score_mod: Any, mask_mod: Any, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, **options: Any) -> tuple:
+        out, aux = kernel(q, k, v, scale=scale, return_lse=True, **options)
         return out, aux.lse
 
     functions = (kernel.score_mod, kernel.mask_mod)
     douts = _random_gradients(q, v, seed)
-    ours, backward = _forward(run_kernel, functions, (q, k, v), captured, scale)
+    ours, backward = _forward(partial(run_kernel, **options), functions, (q, k, v), captured, scale)
     ours |= backward(douts)
     with torch.no_grad():
-        ours["out (no grad)"], ours["lse (no grad)"] = run_kernel(*functions, q, k, v, scale=scale)
-    yardstick, backward = _forward(eager, functions, (q, k, v), captured, scale)
+        ours["out (no grad)"], ours["lse (no grad)"] = run_kernel(*functions, q, k, v, scale=scale, **options)
+    yardstick, backward = _forward(partial(eager, **options), functions, (q, k, v), captured, scale)
     yardstick |= backward(douts)
-    truth, backward = _forward(reference, functions, (q.double(), k.double(), v.double()), captured, scale, aliases=(q, k, v))
+    truth, backward = _forward(
+        partial(reference, **options), functions, (q.double(), k.double(), v.double()), captured, scale, aliases=(q, k, v)
+    )
     truth |= backward(douts)
     # What rounding the output to its dtype does to the row sums reaches this far.
     row_sums = (douts[0].double() * truth["out"]).norm(dim=-1)

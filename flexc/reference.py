@@ -26,6 +26,7 @@ def reference(
     v: Tensor,
     *,
     scale: float | None = None,
+    sink: Tensor | None = None,
     one_by_one: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention in float64, differentiable for q, k, v and for captured tensors that require a gradient.
@@ -35,6 +36,7 @@ def reference(
         mask_mod: (batch, head, q_idx, kv_idx) → truth value; None for all allowed.
         q, k, v: [B, Hq, Sq, D], [B, Hkv, Skv, D], [B, Hkv, Skv, Dv], any float dtype; Hq is a multiple of Hkv.
         scale: factor of q·k; None for 1 / sqrt(D).
+        sink: [Hq], a finite logit for each query head that takes part in the softmax and has no value.
         one_by_one: call the functions once for each pair, even where they could be vectorised (about 0.1 ms a pair).
 
     Returns:
@@ -45,7 +47,7 @@ def reference(
         IndexRangeError: the result depends on an element outside a captured tensor.
         TypeError: a score function returned a truth value, a mask function something else, or either more than one number.
     """
-    return _attention(score_mod, mask_mod, q.double(), k.double(), v.double(), scale, torch.float64, one_by_one)
+    return _attention(score_mod, mask_mod, q.double(), k.double(), v.double(), scale, torch.float64, one_by_one, sink)
 
 
 def eager(
@@ -56,6 +58,7 @@ def eager(
     v: Tensor,
     *,
     scale: float | None = None,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What eager PyTorch gives in the dtype of the inputs: the yardstick of accuracy, not the truth.
 
@@ -65,7 +68,7 @@ def eager(
     Returns:
         out [B, Hq, Sq, Dv] in the inputs' dtype, lse [B, Hq, Sq] in float32.
     """
-    return _attention(score_mod, mask_mod, q, k, v, scale, torch.float32, False)
+    return _attention(score_mod, mask_mod, q, k, v, scale, torch.float32, False, sink)
 
 
 def scores(
@@ -92,6 +95,7 @@ def _attention(
     scale: float | None,
     wide: torch.dtype,
     one_by_one: bool,
+    sink: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """`wide` is the dtype of scores, functions and softmax; the products with k and v run in the dtype of the inputs."""
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
@@ -101,10 +105,13 @@ def _attention(
     for start in range(0, max(1, q.shape[2]), rows_at_once):
         rows = range(start, min(start + rows_at_once, q.shape[2]))
         modified = _modified_scores(score_mod, mask_mod, q, k, factor, rows, wide, one_by_one)
+        if sink is not None:
+            # One more key, whose value is 0.
+            modified = torch.cat([modified, sink.to(wide)[None, :, None, None].expand(*modified.shape[:3], 1)], -1)
         has_key = (modified != -math.inf).any(-1, keepdim=True)
         # A row of −inf alone would be NaN in softmax and its gradient; any finite row in its place is dropped again below.
         finite = torch.where(has_key, modified, 0.0)
-        out = torch.softmax(finite, -1).to(v.dtype) @ values
+        out = torch.softmax(finite, -1)[..., : values.shape[2]].to(v.dtype) @ values
         outs.append(torch.where(has_key, out, 0.0))
         lses.append(torch.where(has_key[..., 0], torch.logsumexp(finite, -1), -math.inf))
     return torch.cat(outs, 2), torch.cat(lses, 2)

@@ -1,4 +1,5 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 """Tile building blocks of the generated CuTe kernels for Hopper: matrix products, softmax, stores, the queue of tiles, exact arithmetic.
 
 Generated files import this module; nothing else in flexc does. What is decorated with `cute.jit` is inlined where it is called. An
