@@ -89,3 +89,14 @@ def test_a_captured_bias_keeps_its_gradient():
         Graph((("score", where(CAUSAL, SCORE + bias, -INF)),), (TensorInput("valid", "bool", 1), TensorInput("bias", "float32", 1, True)))
     )
     assert graph.score is SCORE + bias and graph.mask is CAUSAL
+
+
+def test_deep_and_shared_scores_take_one_step_for_each_node():
+    """Nested a thousand deep, and doubled sixty times, which is 2^60 steps for whoever follows every path."""
+    nested, doubled = SCORE, where(CAUSAL, SCORE, -INF)
+    for i in range(1000):
+        nested = where(apply("lt", Q, i), nested, -INF)
+    for _ in range(60):
+        doubled = doubled + doubled
+    assert split_mask_from_score(Graph((("score", nested),))).score is SCORE
+    assert split_mask_from_score(Graph((("score", doubled),))).mask is where(CAUSAL, True, False)
