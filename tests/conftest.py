@@ -48,6 +48,17 @@ def golden(request):
     return compare
 
 
+@pytest.fixture
+def nodes_without_lines():
+    """For tests that look at the lines in a text: nodes are shared by all graphs of a process, and so are the lines of what was traced."""
+    from flexc import frontend
+    from flexc.ir import graph
+
+    frontend.clear_cache()
+    for node in list(graph._interned.values()):
+        object.__setattr__(node, "where", None)
+
+
 @pytest.fixture(params=["cpu", pytest.param("triton", marks=pytest.mark.gpu)])
 def backend(request):
     """The name of a backend. Triton's interpreter is not among them: it has a process of its own, see contract/test_interpreted.py."""

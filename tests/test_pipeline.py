@@ -103,6 +103,7 @@ def dumped(monkeypatch, tmp_path):
     return folder
 
 
+@pytest.mark.usefixtures("nodes_without_lines")
 def test_dump_writes_every_stage(dumped):
     assert sorted(file.name for file in dumped.iterdir()) == STAGES
     kernel = flexc.attention(capped, causal)

@@ -25,6 +25,8 @@ from flexc.runtime.module import load_module
 from tests.codegen.cpu.attention_cases import CASES, CAUSAL, H, K, Q, S, both, f32
 from tests.strategies import environment, graphs, quick
 
+pytestmark = pytest.mark.usefixtures("nodes_without_lines")
+
 CODE_HOLES = {
     "origin",
     "values_code",

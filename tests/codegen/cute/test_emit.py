@@ -154,6 +154,7 @@ def test_a_bounded_softmax_takes_no_shifts():
     assert planned(graph).shift is not None and "shifts" not in emit(graph, planned(graph), HOPPER)
 
 
+@pytest.mark.usefixtures("nodes_without_lines")
 def test_a_bias_linear_in_the_position_is_one_multiply_add():
     """The base of a row is formed once a block; the column's number in the block is a constant of the unrolled code."""
 
@@ -248,6 +249,7 @@ def test_templates_spell_no_op():
     assert not re.search(r"cute\.math\.|tanh|reciprocal|floor_quotient", "".join(map(template_source, TEMPLATES)))
 
 
+@pytest.mark.usefixtures("nodes_without_lines")
 def test_golden_alibi(golden):
     """What ALiBi with a causal mask costs: before the blocks, once a block, for each element."""
     text = text_of(alibi, causal)

@@ -19,6 +19,8 @@ from flexc.passes.derivative import differentiate
 from tests.codegen.triton.stand_in import Array, Pointer, executed, lifted
 from tests.strategies import environment, graphs, quick
 
+pytestmark = pytest.mark.usefixtures("nodes_without_lines")
+
 S, B, H, Q, K = (input_node(name) for name in ("score", "batch", "head", "q_idx", "kv_idx"))
 SLOPES = TensorInput("slopes", "float32", 1)
 DOCUMENTS = TensorInput("doc", "int64", 1)

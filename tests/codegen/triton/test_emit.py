@@ -302,6 +302,7 @@ def test_templates_spell_no_op():
     assert all(f"def {name}" not in source for name in HELPERS)
 
 
+@pytest.mark.usefixtures("nodes_without_lines")
 def test_golden_alibi(golden):
     """What ALiBi costs for each element, and before the loop."""
     text = text_of(alibi, causal)
@@ -313,6 +314,7 @@ def test_golden_alibi(golden):
     golden("alibi.txt", re.sub(r"test_emit\.py:\d+", "test_emit.py", text))
 
 
+@pytest.mark.usefixtures("nodes_without_lines")
 def test_golden_causal_module(golden):
     """One whole module: causal, bfloat16, D = 64, sm_90a."""
     tiles = {
