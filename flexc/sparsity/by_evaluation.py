@@ -20,7 +20,7 @@ Exact = Literal["auto"] | bool
 
 _AT_ONCE = 2**12  # blocks looked at together
 _SAMPLES = 16
-_FEW_BLOCKS = 2**13  # undecided blocks up to which all are looked at
+_FEW_BLOCKS = 2**10  # undecided blocks up to which all are looked at
 _MOST_BLOCKS = 2**17  # and at most so many, where it pays
 _PILOT_BLOCKS, _PILOT_EXACT = 512, 16
 _AUTO_PAIRS = {"cpu": 2**25, "cuda": 2**33}  # pairs that exact="auto" evaluates at most; blocks past that stay partial

@@ -390,7 +390,7 @@ def test_a_periodic_condition_is_seen_to_be_mixed(condition):
     found = assert_agrees(mask, 512, 480)
     assert found.proof.mixed > 1700
     long = classified(mask, 2**20, 2**20, (128, 128))
-    assert long.proof.mixed > 2**25 - 2**14 and long.proof.undecided == 0
+    assert long.proof.mixed > 2**25 - 2**14 and long.proof.undecided <= 2**13  # the diagonal
 
 
 def test_a_formula_of_rows_and_constants_alone():
