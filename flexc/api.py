@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import numbers
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -24,6 +23,7 @@ from flexc.extents import Extent, extents_of, refuse_wrong_sizes
 from flexc.ir.graph import Graph
 from flexc.launch import MAPS, Launch
 from flexc.operators import PLAIN, is_watched
+from flexc.pickling import held_at
 from flexc.pipeline import Artifact
 from flexc.sinks import refuse_bad_sink, with_sink
 from flexc.sparsity import BlockMap
@@ -166,7 +166,7 @@ class Kernel:
 
     def __reduce__(self) -> str | tuple:
         name = getattr(self.score_mod if self.score_mod is not None else self.mask_mod, "__qualname__", "")
-        if _found_at(self.__module__, name) is self:
+        if held_at(self.__module__, name) is self:
             return name  # where a decorated function was, there is the kernel: pickle cannot find the function
         make = partial(Kernel, backend=self._backend, autotune=self._autotune, **_given(self._options))
         return make, (self.score_mod, self.mask_mod)
@@ -422,14 +422,6 @@ def _forward_map(launch: Launch, tensors: tuple[Tensor, ...], device: torch.devi
 
 def _given(options: Options) -> dict[str, Any]:
     return {"precision": options.precision, "deterministic": options.deterministic}
-
-
-def _found_at(module: str, qualified_name: str) -> Any:
-    """What a module holds under a name such as "alibi" or "Model.alibi"; None if nothing."""
-    found: Any = sys.modules.get(module)
-    for name in qualified_name.split("."):
-        found = getattr(found, name, None)
-    return found
 
 
 # --- validation ---------------------------------------------------------------------------------------------------------------------

@@ -17,8 +17,7 @@ from flexc.errors import InputError, ShapeError, TraceError, UnsupportedError
 from flexc.extents import Extent, extents_of, refuse_wrong_sizes
 from flexc.index_check import check_indices
 from flexc.ir.graph import Graph, inputs_of
-from flexc.pipeline import MaskAlone
-from flexc.pipeline import _claim_lines as claim_lines
+from flexc.pipeline import MaskAlone, claim_lines
 from flexc.sparsity import BlockMap, classify
 from flexc.sparsity.facts import verify_facts
 

@@ -174,7 +174,7 @@ def compile_attention(
         NoCompileError: it is not in the disk cache, and FLEXC_NO_COMPILE=1.
     """
     started = time.perf_counter()
-    _claim_lines(traced)
+    claim_lines(traced)
     graph = passes.run(traced)  #                       graph → graph, verified after every pass
     lowered = backend.lower(graph)  #                   derivative factors; the backend's own domain
     code_target = _as_code_sees(target)
@@ -222,7 +222,7 @@ def _because(trace: Any, shapes: Shapes, target: Target, backend: Backend, optio
     return reason_for(request)
 
 
-def _claim_lines(traced: Graph) -> None:
+def claim_lines(traced: Graph) -> None:
     """Passes hand on the lines that nodes hold, and a function traced since may have given its own to nodes that both have."""
     for node, line in traced.lines.items():
         make(node.op, node.args, node.attrs, node.dtype, line)

@@ -24,7 +24,8 @@ def split_mask_from_score(graph: Graph) -> Graph:
         return graph
     splits = _Splits()
     for node in nodes:  # operands first, so that nothing nests deeply
-        splits.of(node, math.inf), splits.of(node, -math.inf)
+        for infinity in (math.inf, -math.inf):
+            splits.of(node, infinity)
     split = splits.of(graph.score, -math.inf)
     if split.allowed is None:
         return graph

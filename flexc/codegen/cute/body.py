@@ -17,57 +17,20 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from flexc.codegen.cute.rows import CUTE_DTYPES, spell
+from flexc.codegen.levels import COLUMN, ELEMENT, ROW, TILE, captured, level_of, rate_levels
 from flexc.ir import ops
 from flexc.ir.affine import affine_form
-from flexc.ir.bounds import bounds
 from flexc.ir.graph import BOOL, FLOAT32, INT32, INT64, Graph, Node, const, const_value, input_node, is_const, topological
 from flexc.ir.interval import Interval
 from flexc.ir.ops import feeding_steps, has_trait
 
-TILE, ROW, BLOCK, BLOCK_ROW, COLUMN, ELEMENT = "tile", "row", "block", "block_row", "column", "element"
+BLOCK, BLOCK_ROW = "block", "block_row"
 LEVELS = (TILE, ROW, BLOCK, BLOCK_ROW, COLUMN, ELEMENT)
 
 _KEY = input_node("kv_idx")
 _LIMIT = 2.0**30
 _FLIPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
 _SIGN = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
-
-
-def captured(graph: Graph, name: str) -> str:
-    """What a captured tensor or number is called in a kernel: no name of the templates begins so, and the user may call it anything.
-
-    Names made from a tensor's end in `_` and more; a name that continues another one could be one of those and is numbered.
-    """
-    names = [each.name for each in (*graph.tensors, *graph.scalars)]
-    number = names.index(name) if any(name.startswith(f"{other}_") for other in names) else ""
-    return f"u{number}_{name}"
-
-
-def rate_levels(graph: Graph) -> dict[Node, str]:
-    """TILE, ROW, COLUMN or ELEMENT for every node."""
-    levels: dict[Node, str] = {}
-    for node in graph.nodes():
-        levels[node] = _level(node, levels)
-    return levels
-
-
-def _level(node: Node, levels: dict[Node, str]) -> str:
-    if node.op == "input":
-        return {"q_idx": ROW, "kv_idx": COLUMN, "raw": ELEMENT, "score": ELEMENT}.get(node.attrs[0], TILE)
-    found = {levels[a] for a in node.args} - {TILE}
-    if not found:
-        return TILE
-    return found.pop() if len(found) == 1 else ELEMENT
-
-
-def position_bounds(graph: Graph, max_tokens: int) -> dict[Node, Interval]:
-    """What is known of every node while a kernel is printed: positions are not negative and below max_tokens, scale is positive."""
-    position = Interval.of(0.0, float(max_tokens - 1))
-    unknown = Interval.of(-1e30, 1e30)  # an infinite product is NaN on every path
-    inputs = {name: position for name in ("q_idx", "kv_idx", "batch", "head")}
-    inputs |= {"score": unknown, "raw": unknown, "scale": Interval.of(0.0, 1e30)}
-    scalars = [Interval.everything(nan=s.dtype == FLOAT32) for s in graph.scalars]
-    return bounds([node for _, node in graph.outputs], inputs, scalars, None)
 
 
 @dataclass(frozen=True)
@@ -159,7 +122,7 @@ class Body:
         if node not in self.levels:
             for each in topological([node]):
                 if each not in self.levels:
-                    self.levels[each] = _level(each, self.levels)
+                    self.levels[each] = level_of(each, self.levels)
         return self.levels[node]
 
     def at(self, node: Node, place: str) -> str:

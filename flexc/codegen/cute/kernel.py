@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from flexc.codegen.cute.body import BLOCK, BLOCK_ROW, COLUMN, ELEMENT, ROW, TILE, Body, literal, position_bounds
+from flexc.codegen.cute.body import BLOCK, BLOCK_ROW, Body, literal
+from flexc.codegen.levels import COLUMN, ELEMENT, ROW, TILE, position_bounds
 from flexc.errors import InternalError
 from flexc.ir.graph import BOOL, FLOAT32, INT32, INT64, Graph, Node, is_const
 

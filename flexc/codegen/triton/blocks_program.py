@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from flexc.codegen.levels import captured
 from flexc.codegen.triton.blocks_symbols import REAL, TRUTH, WHOLE, Recorder, Symbol, do
-from flexc.codegen.triton.body import captured
 from flexc.codegen.triton.plan import MAX_TOKENS
 from flexc.ir.bounds import anything, bounds
 from flexc.ir.graph import FLOAT32, INT32, Graph, Node

@@ -8,58 +8,17 @@ value used at the element level is spread by `[:, None]` or `[None, :]`, whichev
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from flexc.codegen.levels import COLUMN, ELEMENT, ROW, TILE, captured, rate_levels
 from flexc.codegen.triton.rows import TRITON_DTYPES, spell
 from flexc.ir.bounds import anything, bounds
 from flexc.ir.graph import BOOL, FLOAT32, Graph, Node, const_value, topological
 from flexc.ir.interval import Interval
 from flexc.ir.ops import feeding_steps
 
-TILE, ROW, COLUMN, ELEMENT = "tile", "row", "column", "element"
 LEVELS = (TILE, ROW, COLUMN, ELEMENT)
-
-
-def captured(graph: Graph, name: str) -> str:
-    """What a captured tensor or number is called in a kernel: no name of the templates begins so, and the user may call it anything.
-
-    Other names are made from a tensor's by `_` and an ending. A name that continues another one, such as `bias_2` beside `bias`, could be
-    one of those and is numbered.
-    """
-    names = [each.name for each in (*graph.tensors, *graph.scalars)]
-    number = names.index(name) if any(name.startswith(f"{other}_") for other in names) else ""
-    return f"u{number}_{name}"
-
-
-def rate_levels(graph: Graph) -> dict[Node, str]:
-    """The level of every node; "diagonal" nodes are elements here."""
-    levels: dict[Node, str] = {}
-    for node in graph.nodes():
-        if node.op == "input":
-            name = node.attrs[0]
-            levels[node] = {"q_idx": ROW, "kv_idx": COLUMN, "raw": ELEMENT, "score": ELEMENT}.get(name, TILE)
-        else:
-            levels[node] = joined(levels[a] for a in node.args)
-    return levels
-
-
-def joined(levels: Sequence[str] | object) -> str:
-    """The level at which values of all these levels meet."""
-    found = set(levels) - {TILE}  # type: ignore[arg-type]
-    if not found:
-        return TILE
-    return found.pop() if len(found) == 1 else ELEMENT
-
-
-def position_bounds(graph: Graph, max_tokens: int) -> dict[Node, Interval]:
-    """What is known of every node while a kernel is printed: positions are not negative and below max_tokens, scale is positive."""
-    position = Interval.of(0.0, float(max_tokens - 1))
-    unknown = Interval.of(-1e30, 1e30)  # an infinite product is NaN on every path
-    inputs = {name: position for name in ("q_idx", "kv_idx", "batch", "head")}
-    inputs |= {"score": unknown, "raw": unknown, "scale": Interval.of(0.0, 1e30)}
-    scalars = [Interval.everything(nan=s.dtype == FLOAT32) for s in graph.scalars]
-    return bounds([node for _, node in graph.outputs], inputs, scalars, None)
 
 
 def has_weight_past_the_end(graph: Graph, max_tokens: int) -> bool:

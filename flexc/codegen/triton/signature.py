@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from flexc.codegen.triton.body import captured
+from flexc.codegen.levels import captured
 from flexc.codegen.triton.plan import Plan
 from flexc.ir.graph import FLOAT32, INT64, Graph
 

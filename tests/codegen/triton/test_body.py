@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexc import passes
-from flexc.codegen.triton.body import COLUMN, ELEMENT, LEVELS, ROW, TILE, Body, captured, literal, position_bounds
+from flexc.codegen.levels import COLUMN, ELEMENT, ROW, TILE, captured, position_bounds
+from flexc.codegen.triton.body import LEVELS, Body, literal
 from flexc.codegen.triton.plan import MAX_TOKENS
 from flexc.ir.eager import evaluate
 from flexc.ir.graph import BOOL, FLOAT32, INT32, INT64, Graph, Node, ScalarInput, TensorInput, const, input_node, scalar
