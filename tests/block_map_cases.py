@@ -15,11 +15,12 @@ from flexc.ir.eager import Environment, evaluate
 from flexc.ir.graph import FLOAT32, INT32, INT64, Graph, Node, ScalarInput, scalar
 from flexc.ir.ops import cast
 from flexc.sparsity import EMPTY, FULL, PARTIAL, BlockMap
-from flexc.sparsity.facts import declare_sorted
+from flexc.sparsity.facts import declare_sorted, is_declared_sorted
 from flexc.sparsity.walk import walk_of
 from tests.sparsity.graphs import batch, both, causal, graph_of, head, kinds_of, kv_idx, op, q_idx, read
 
 Tensor = torch.Tensor
+DEVICE = torch.device(os.environ.get("FLEXC_TEST_DEVICE", "cpu"))
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,14 @@ class Case:
     def values(self) -> list[float]:
         """Of the scalars."""
         return [value for _, value in self.scalars]
+
+    def tensors_on(self, device: torch.device) -> list[Tensor]:
+        """What the mask captures, with what was stated about it."""
+        moved = [tensor.to(device) for tensor in self.tensors]
+        for tensor, original in zip(moved, self.tensors, strict=True):
+            if is_declared_sorted(original):
+                declare_sorted(tensor)
+        return moved
 
     def truth(self) -> Tensor:
         """Kinds by brute force: uint8 [B, Hq, n, m]."""
@@ -170,8 +179,8 @@ def kinds_of_walk(walk: block_kernels.Walk, blocks: int) -> Tensor:
 def build(case: Case, exact: bool, **capacity: int) -> block_kernels.DeviceMap:
     """The map of a case."""
     return block_kernels.build_on_gpu(
-        case.graph, case.q_len, case.kv_len, batch=case.b, heads=case.h, block=case.block, tensors=case.tensors, scalars=case.values,
-        device=torch.device("cpu"), exact=exact, **capacity,
+        case.graph, case.q_len, case.kv_len, batch=case.b, heads=case.h, block=case.block, tensors=case.tensors_on(DEVICE),
+        scalars=case.values, device=DEVICE, exact=exact, **capacity,
     )  # fmt: skip
 
 
@@ -197,7 +206,7 @@ def check_case(case: Case, exact: bool, coarse: bool) -> None:
             assert not missed.any(), f"{side}: {missed.sum()} blocks were not decided\n{kinds[0, 0]}\n{truth[0, 0]}"
         assert walk.partial[:blocks].tolist() == list(range(blocks))
         work = (kinds_of_walk(walk, blocks) != EMPTY).sum(-1).flatten(0, 1).sum(0)
-        assert torch.equal(walk.order.long(), torch.argsort(work, descending=True, stable=True)), "order"
+        assert torch.equal(walk.order.long().cpu(), torch.argsort(work, descending=True, stable=True)), "order"
     for runs, walk, blocks in ((found.rows(), found.row_walk(), m), (found.columns(), found.column_walk(), n)):
         assert torch.equal(kinds_of_walk(walk_of(runs), blocks), kinds_of_walk(walk, blocks))
     counts = found.counts()
@@ -273,7 +282,7 @@ def tables() -> None:
         torch.randint(-50, 50, (1000,)), torch.randint(-50, 50, (3, 300), dtype=torch.int32), torch.rand(2, 5, 64) < 0.5,
         _with_nan(), torch.randn(700).half(), torch.randn(40, 3).double().t(), torch.randn(1), torch.randn(2, 600)[:, ::2],
     ]  # fmt: skip
-    for tensor in tensors:
+    for tensor in (t.to(DEVICE) for t in tensors):
         for dim in range(tensor.dim()):
             for cell in (1, 3, 8, 64):
                 made, expected = block_kernels.sparse_table(tensor, dim, cell), SparseTable.of(tensor, [dim], cell)
@@ -284,7 +293,8 @@ def tables() -> None:
 def attention_on_maps_made_by_kernels() -> None:
     """Forward and backward walk them, and maps follow tensors that are written to."""
     os.environ["FLEXC_DEVICE_MAPS"] = "1"
-    documents, lengths, slopes = torch.arange(100) // 30, torch.tensor([100, 37]), torch.rand(4, requires_grad=True)
+    with DEVICE:
+        documents, lengths, slopes = torch.arange(100) // 30, torch.tensor([100, 37]), torch.rand(4, requires_grad=True)
 
     def score(s, b, h, q, k):
         return s - slopes[h] * (q - k)
@@ -293,11 +303,11 @@ def attention_on_maps_made_by_kernels() -> None:
         return (documents[q] == documents[k]) & (q >= k) & (k < lengths[b])
 
     kernel = flexc.attention(score, mask, backend="triton")
-    q, k, v = (torch.randn(2, heads, 100, 16, generator=_random(heads)).requires_grad_() for heads in (4, 2, 2))
+    q, k, v = (torch.randn(2, heads, 100, 16, generator=_random(heads)).to(DEVICE).requires_grad_() for heads in (4, 2, 2))
     for _ in range(2):
         inputs = (q, k, v, slopes)
         out, truth = kernel(q, k, v), flexc.reference(score, mask, q, k, v)[0]
-        weight = torch.randn(truth.shape, generator=_random(0))
+        weight = torch.randn(truth.shape, generator=_random(0)).to(DEVICE)
         ours, right = (torch.autograd.grad((o * weight).sum(), inputs) for o in (out, truth))
         for found, expected in zip((out, *ours), (truth, *right), strict=True):
             torch.testing.assert_close(found.double(), expected.double(), rtol=1e-4, atol=1e-4)

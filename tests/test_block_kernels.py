@@ -13,6 +13,7 @@ import torch
 from flexc import block_kernels
 from flexc.errors import UnsupportedError
 from flexc.ir.graph import Graph
+from tests import block_map_cases
 from tests.block_map_cases import CASES, failure_of
 from tests.contract.interpreter import become_interpreter
 from tests.sparsity.graphs import batch, causal, graph_of, kv_idx, op, q_idx, read
@@ -43,13 +44,33 @@ def test_walks_of_random_masks_agree_with_brute_force(failures):
     assert not failure, f"\n{failure}"
 
 
+PROMISES = ["overflow", "run_time_numbers_compile_nothing", "rows_of_very_many_blocks", "tables", "attention_on_maps_made_by_kernels"]
+
+
 @pytest.mark.interpret
-@pytest.mark.parametrize(
-    "function", ["overflow", "run_time_numbers_compile_nothing", "rows_of_very_many_blocks", "tables", "attention_on_maps_made_by_kernels"]
-)
+@pytest.mark.parametrize("function", PROMISES)
 def test_promises(function, failures):
     failure = failures(function)
     assert not failure, f"\n{failure}"
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    monkeypatch.setattr(block_map_cases, "DEVICE", torch.device("cuda"))
+    monkeypatch.setenv("FLEXC_DEVICE_MAPS", "1")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("exact", "coarse"), [(False, True), (True, False)], ids=["bounds, squares first", "exact"])
+@pytest.mark.parametrize("name", CASES)
+def test_walks_agree_with_brute_force_on_a_gpu(name, exact, coarse, on_gpu):
+    block_map_cases.check(name, exact, coarse)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("function", PROMISES)
+def test_promises_on_a_gpu(function, on_gpu):
+    getattr(block_map_cases, function)()
 
 
 def build(graph: Graph, q_len: int, kv_len: int, tensors: tuple[torch.Tensor, ...] = ()) -> block_kernels.DeviceMap:

@@ -114,9 +114,9 @@ def filling(stages):
     return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, stages)
 
 
-def reading(stages):
-    """Where a reader stands in a ring."""
-    return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, stages)
+def reading(stages, first=0):
+    """Where a reader stands in a ring, which begins at stage `first`."""
+    return pipeline.PipelineState(stages, Int32(0), Int32(first), Int32(0))
 
 
 def copy_pair(atom, shared, tiles):

@@ -59,13 +59,12 @@ class Barrier:
 class State:
     """A place in a ring."""
 
-    def __init__(self, stages: int, phase: int):
-        self.stages, self.index, self.phase = stages, 0, phase
+    def __init__(self, stages: int, phase: int, first: int = 0):
+        self.stages, self.index, self.phase = stages, first, phase
 
-    def advance(self) -> None:
-        self.index += 1
-        if self.index == self.stages:
-            self.index, self.phase = 0, self.phase ^ 1
+    def advance(self, count: int = 1) -> None:
+        laps, self.index = divmod(self.index + count, self.stages)
+        self.phase ^= laps % 2
 
 
 class Pipeline:
@@ -405,7 +404,7 @@ def simulate(
     }
     hardware |= {
         "filling": lambda stages: State(stages, 1),
-        "reading": lambda stages: State(stages, 0),
+        "reading": lambda stages, first=0: State(stages, 0, int(first)),
         "weights_fragment": lambda scores, dtype: Registers(len(scores.items), Float32),
         "wait_turn": lambda group: _here.block.named_barrier(2 + int(group), 256, True),
         "pass_turn": lambda group, groups: _here.block.named_barrier(2 + (int(group) + 1) % groups, 256, False),
