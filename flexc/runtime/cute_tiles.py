@@ -156,32 +156,36 @@ def record_of(rows, batch, head, row):
 
 
 @cute.jit
-def fetch(counter, grid):
-    """The next tile that nobody has begun; for a whole warp."""
+def fetch(counter, grid, total):
+    """The next tile that nobody has begun; for a whole warp. Of `total` fetches in all the last one leaves the counter at 0 again."""
     number = Int32(0)
     if cute.arch.lane_idx() == 0:
-        number = cute.arch.atomic_add(counter.iterator, Int32(1)) + grid
+        number = cute.arch.atomic_add(counter.iterator, Int32(1))
+        if number == total - 1:
+            counter[0] = Int32(0)
+        number = number + grid
     return cute.arch.shuffle_sync(number, 0)
 
 
 @cute.jit
-def publish(queue, state, slots, tile):
-    """Tell the readers of the queue which tile comes next; for a whole warp."""
+def publish(queue, state, slots, values):
+    """Hand the readers of the queue up to eight numbers; for a whole warp."""
     queue.producer_acquire(state)
     if cute.arch.lane_idx() == 0:
-        slots[state.index] = tile
+        for i in cutlass.range_constexpr(len(values)):
+            slots[i, state.index] = values[i]
         queue.producer_commit(state)
 
 
 @cute.jit
-def receive(queue, state, slots):
-    """The tile that the loading warp published."""
+def receive(queue, state, slots, count: cutlass.Constexpr):
+    """The first `count` of the numbers that the loading warp published, in every lane."""
     queue.consumer_wait(state)
-    tile = slots[state.index]
+    values = [slots[i, state.index] for i in range(count)]
     cute.arch.sync_warp()  # every lane has read before one says so
     if cute.arch.lane_idx() == 0:
         queue.consumer_release(state)
-    return tile
+    return tuple([cute.arch.make_warp_uniform(value) for value in values])
 
 
 # --- device side: products ------------------------------------------------------------------------------------------------------------
