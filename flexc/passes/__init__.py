@@ -8,8 +8,9 @@ from flexc.ir.graph import Graph
 from flexc.ir.verify import verify
 from flexc.passes.fold import fold_constants
 from flexc.passes.split_mask import split_mask_from_score
+from flexc.passes.under_mask import simplify_under_mask
 
-PASSES: tuple[Callable[[Graph], Graph], ...] = (fold_constants, split_mask_from_score)
+PASSES: tuple[Callable[[Graph], Graph], ...] = (fold_constants, split_mask_from_score, simplify_under_mask)
 
 _ROUNDS = 4  # one does nearly always; a pass that undoes another must not hang the compiler
 

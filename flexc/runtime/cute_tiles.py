@@ -140,10 +140,16 @@ def weights_fragment(scores, dtype):
 
 @cute.jit
 def place(tile, tiles, entries, section):
-    """(row of blocks, entry of batch x heads) of a tile's number: heads in sections that share the L2 cache, rows outermost inside."""
-    first = tile // (tiles * section) * section
-    within = tile % (tiles * section)
-    size = cutlass.min(section, entries - first)
+    """(row of blocks, entry of batch x heads) of a tile's number: heads in sections that share the L2 cache, rows outermost inside.
+
+    A section that is smaller than the others comes first: at the end, the many short tiles of a whole section even out the work.
+    """
+    rest = entries % section
+    later = tile - tiles * rest
+    is_first = later < 0
+    first = choose(is_first, Int32(0), rest + later // (tiles * section) * section)
+    within = choose(is_first, tile, later % (tiles * section))
+    size = choose(is_first, rest, section)
     return within // size, first + within % size
 
 

@@ -115,7 +115,7 @@ def test_a_bounded_score_has_no_maximum():
 @pytest.mark.parametrize("scheduler, count", [("grid", 0), ("static", 0), ("dynamic", 1)])
 def test_tiles_are_handed_out_as_planned(scheduler, count):
     text = text_of(None, causal, tile=Tile(128, 128, 2, True, scheduler))
-    assert text.count("tiles.fetch(counter, grid)") == text.count("tiles.receive(queue") == count
+    assert text.count("tiles.fetch(counter, grid, total_tiles)") == count and text.count("tiles.receive(queue") == 2 * count
     assert ("grid=[total_tiles, 1, 1]" in text) == (scheduler == "grid")
 
 

@@ -68,6 +68,9 @@ def test_captured_tensors_have_something_to_read(tmp_path):
 def test_heads_that_share_the_cache_are_worked_on_together(tmp_path):
     graph = lowered(*VARIANTS["causal"])
     module = load_module(emit(graph, planned(graph, group=4), HOPPER), tmp_path / "kernel.py")
-    assert module.entries_per_section(64, HOPPER.l2_bytes // 2) == 4
-    assert module.entries_per_section(64, HOPPER.l2_bytes // 8) == 16
-    assert module.entries_per_section(64, 1) == 64 and module.entries_per_section(64, 0) == 64
+    many = 3 * HOPPER.sm_count  # row blocks: the tiles of one group of heads are enough for all SMs
+    assert module.entries_per_section(64, many, HOPPER.l2_bytes // 2) == 4
+    assert module.entries_per_section(64, many, HOPPER.l2_bytes // 8) == 16
+    assert module.entries_per_section(64, many, 1) == 64 and module.entries_per_section(64, many, 0) == 64
+    assert module.entries_per_section(64, many // 16, HOPPER.l2_bytes) == 16, "tiles of fewer heads could not be shared out evenly"
+    assert module.entries_per_section(60, many, HOPPER.l2_bytes // 16) == 32, "two sections of nearly one size, of whole groups"
