@@ -2,6 +2,7 @@
 
     python benchmarks/attention.py                                                # bf16, B2 H16 S8192 D128, every pattern
     python benchmarks/attention.py --shape 1,64,8,32768,32768,128 --out results/h200.jsonl
+    python benchmarks/attention.py --side-by-side --out results/h200.jsonl        # compile all patterns at once, measure one at a time
     python benchmarks/attention.py --compare results/h200.jsonl                   # the table of measurements taken before
 
 The first system that answers is the one that the others' outputs are compared with: a system that computes something else is named.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -19,6 +21,7 @@ import torch
 from measure import FIELDS, circumstances, describe, flops, interleaved
 from patterns import NAMES, pattern
 from systems import DEFAULT, SYSTEMS, Case, Missing, Prepared, Shape
+from turns import in_turns, wait_for_turn
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -82,6 +85,19 @@ def calls_of(ready: dict[str, Prepared], direction: str, report: Callable[[str],
     return calls
 
 
+def warmed(calls: dict[str, Callable[[], object]], report: Callable[[str], None]) -> dict[str, Callable[[], object]]:
+    """The calls that work, each made once: what it compiles is compiled."""
+    working = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except Exception as error:
+            report(f"{name}: {describe(error)}")
+        else:
+            working[name] = call
+    return working
+
+
 def measure(
     shape: Shape,
     name: str,
@@ -92,15 +108,18 @@ def measure(
     device: torch.device,
     report: Callable[[str], None],
     commit: str | None = None,
+    turn: Callable[[], None] = lambda: None,
 ) -> list[tables.Record]:
-    """Records, with exactly the fields FIELDS, of every system that can do the case."""
+    """Records, with exactly the fields FIELDS, of every system that can do the case. `turn` is called when all is compiled."""
     if device.type == "cuda":
         torch._dynamo.reset()  # past eight variants of one function, torch.compile falls back to eager
     records, about = [], circumstances(device, commit)
     case = make_case(name, shape, DTYPES[dtype], device)
     ready = prepare(case, systems, report)
+    calls = {direction: warmed(calls_of(ready, direction, report), report) for direction in directions}
+    turn()
     for direction in directions:
-        times = interleaved(calls_of(ready, direction, report), rounds, device, report)
+        times = interleaved(calls[direction], rounds, device, report)
         work = flops(shape, case.pattern.pairs, direction)
         for system, ms in times.items():
             values = {"system": system, "pattern": name, "dtype": dtype, **vars(shape), "direction": direction}
@@ -137,6 +156,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--directions", type=listed(["fwd", "bwd"]), default=["fwd", "bwd"], help="of fwd,bwd")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
     parser.add_argument("--rounds", type=int, default=10, help="turns of each system (10)")
+    parser.add_argument("--side-by-side", action="store_true", help="prepare all patterns and shapes at once, in processes of their own")
+    parser.add_argument("--prepare-s", type=float, default=300.0, help="with --side-by-side: stop what is not compiled by then (300)")
+    parser.add_argument("--measure-s", type=float, default=120.0, help="with --side-by-side: stop what takes longer to measure (120)")
+    parser.add_argument("--in-turn", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, metavar="FILE.jsonl", help="append the measurements to this file as they come")
     parser.add_argument("--commit", help="recorded where the checkout cannot tell")
@@ -160,14 +183,17 @@ def main(argv: Sequence[str] | None = None) -> list[tables.Record]:
             skipped.add(line)
         print(f"  {line}", flush=True)
 
+    shapes = options.shape or [Shape.parse("2,16,16,8192,8192,128")]
+    if options.side_by_side:
+        return side_by_side(options, shapes)
     device = torch.device(options.device)
     records: list[tables.Record] = []
-    for shape in options.shape or [Shape.parse("2,16,16,8192,8192,128")]:
+    for shape in shapes:
         for name in options.patterns:
             print(f"{name}, {shape} {options.dtype}", flush=True)
             try:
                 asked = (options.systems, options.directions, options.dtype, options.rounds)
-                found = measure(shape, name, *asked, device, report, options.commit)
+                found = measure(shape, name, *asked, device, report, options.commit, *([wait_for_turn] if options.in_turn else []))
             except Exception as error:
                 report(f"{name}, {shape}: {describe(error)}")
                 continue
@@ -176,6 +202,28 @@ def main(argv: Sequence[str] | None = None) -> list[tables.Record]:
                 options.out.parent.mkdir(parents=True, exist_ok=True)
                 with options.out.open("a") as file:
                     file.writelines(json.dumps(record) + "\n" for record in found)
+    if records and not options.in_turn:
+        tables.show(records)
+    return records
+
+
+def side_by_side(options: argparse.Namespace, shapes: Sequence[Shape]) -> list[tables.Record]:
+    """Every case in a process of its own; see `turns`."""
+    with tempfile.TemporaryDirectory() as folder:
+        files, cases = [], []
+        for shape in shapes:
+            for name in options.patterns:
+                files.append(options.out or Path(folder) / f"{len(files)}.jsonl")
+                sizes = (shape.B, shape.Hq, shape.Hkv, shape.Sq, shape.Skv, shape.D, shape.Dv)
+                given = {
+                    "--shape": ",".join(map(str, sizes)), "--patterns": name, "--systems": ",".join(options.systems),
+                    "--directions": ",".join(options.directions), "--dtype": options.dtype, "--rounds": str(options.rounds),
+                    "--device": options.device, "--out": str(files[-1]), **({"--commit": options.commit} if options.commit else {}),
+                }  # fmt: skip
+                cases.append([word for pair in given.items() for word in pair] + ["--in-turn"])
+        before = len(read([options.out])) if options.out and options.out.is_file() else 0
+        in_turns(Path(__file__), cases, options.prepare_s, options.measure_s, lambda line: print(line, flush=True))
+        records = read([file for file in dict.fromkeys(files) if file.is_file()])[before:]
     if records:
         tables.show(records)
     return records

@@ -28,14 +28,14 @@ def document(batch, head, m, n, info, aux):
 
 
 @cute.jit
-def alibi(score, batch, head, q_idx, kv_idx, info, aux):
+def alibi(score, batch, head, q_idx, kv_idx, seqlen_info, aux_tensors):  # called by these names
     slope = cute.math.exp2((head + cute.full_like(head, 1)).to(cutlass.Float32) * cute.full_like(score, -0.5))
     distance = q_idx - kv_idx
     return score - slope * cute.TensorSSA(mlir_math.absi(distance), distance.shape, distance.dtype).to(cutlass.Float32)
 
 
 @cute.jit
-def alibi_backward(grad, score, batch, head, q_idx, kv_idx, info, aux):
+def alibi_backward(grad, score, batch, head, q_idx, kv_idx, seqlen_info, aux_tensors):
     return grad
 
 

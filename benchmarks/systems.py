@@ -174,4 +174,4 @@ SYSTEMS: dict[str, Callable[[Case], Prepared]] = {
     "cudnn": _cudnn,
     "eager": _eager,
 }
-DEFAULT = ("flexc-triton", "flex-triton", "flex-flash", "fa4", "cudnn")
+DEFAULT = ("flexc-cute", "flexc-triton", "flex-triton", "flex-flash", "fa4", "cudnn")

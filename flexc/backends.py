@@ -6,21 +6,24 @@ import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from flexc.codegen import cpu as cpu_codegen
-from flexc.codegen import cute as cute_codegen
-from flexc.codegen import triton as triton_codegen
 from flexc.errors import InputError, InternalError, ToolchainError, UnsupportedError
 from flexc.ir.graph import Graph
-from flexc.passes.base2 import lower_to_base2
-from flexc.passes.derivative import differentiate
+from flexc.later import Later
 from flexc.target import Target
 
 Tensor = torch.Tensor
+
+# Only a compilation needs these.
+cpu_codegen: Any = Later("flexc.codegen.cpu")
+cute_codegen: Any = Later("flexc.codegen.cute")
+triton_codegen: Any = Later("flexc.codegen.triton")
+_base2: Any = Later("flexc.passes.base2")
+_derivative: Any = Later("flexc.passes.derivative")
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Shapes:
         head_dim, head_dim_v: D, Dv.
         dtype: of q, k, v and the output.
         bulk: q, k and v lie so that hardware bulk copies (TMA) can read them: 16-byte aligned base and strides.
+        page: tokens of a page of the cache, 0 for keys that lie one after another.
     """
 
     batch: int
@@ -44,6 +48,7 @@ class Shapes:
     head_dim_v: int
     dtype: torch.dtype
     bulk: bool = True
+    page: int = 0
 
     @property
     def group(self) -> int:
@@ -63,12 +68,16 @@ class Options:
     Attributes:
         precision: "fast" (hardware approximations within the accuracy rule), "exact" (none), "tf32" (fast, float32 products in TF32).
         deterministic: gradients of captured tensors must not depend on the order of atomic additions.
+        batch_invariant: a row's bits must not depend on what else is in the batch, on padding or on pages.
         tiles: (kernel, tile) pairs that replace the computed tiles; how autotuning hands over its winners.
+        max_scores: the forward pass also returns the largest score of each row.
     """
 
     precision: str = "fast"
     deterministic: bool = False
+    batch_invariant: bool = False
     tiles: tuple[tuple[str, Any], ...] = ()
+    max_scores: bool = False
 
 
 @dataclass(slots=True)
@@ -98,10 +107,15 @@ class Backend:
         reads: shapes → what `plan` takes from them. Calls with equal ones share a module, so lengths that grow compile nothing.
         emit: (graph, plan, target, title) → module text.
         blocks: plan → block size of each map that the module's kernels walk, by name; empty where they walk none.
-        forward: (module, call, maps) → out, lse.
+        forward: (module, call, maps) → out, lse, and the largest scores if the options ask for them.
         backward: (module, call, maps, out, lse, dout, dlse) → dq, dk, dv, gradients of the captured tensors.
         packages: distributions whose versions are part of the key.
-        backward_by: the backend whose module runs the backward pass, from this one's out and lse; "" for this one.
+        backward_by: backends whose module runs the backward pass, from this one's out and lse: the first that can; empty for this one.
+        otherwise: the backend that takes the requests which `plan` refuses; None: they are refused.
+        record: as `forward`, which also returns a function (q, k, v, scale, tensors, scalars, walk) that launches the same again with less
+            work for the host, or None; its result is None where the call is not of that kind. None where `forward` costs little.
+        gradient_bytes: (lowered graph, deterministic, elements of each captured tensor) → bytes of what a backward pass adds the gradients
+            of captured tensors up in, by the tensor's name.
     """
 
     name: str
@@ -111,13 +125,18 @@ class Backend:
     reads: Callable[[Shapes], tuple]
     emit: Callable[[Graph, Any, Target, str], str]
     blocks: Callable[[Any], dict[str, tuple[int, int]]]
-    forward: Callable[..., tuple[Tensor, Tensor]]
+    forward: Callable[..., tuple[Tensor, ...]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor, Sequence[Tensor | None]]]
     packages: tuple[str, ...]
-    backward_by: str = ""
+    backward_by: tuple[Backend, ...] = ()
+    otherwise: Backend | None = None
+    record: Callable[..., Any] | None = None
+    gradient_bytes: Callable[[Graph, bool, Sequence[int]], dict[str, int]] = lambda graph, deterministic, elements: {}
 
 
 def _plan_cpu(graph: Graph, shapes: Shapes, target: Target, options: Options) -> Any:
+    if options.batch_invariant:
+        raise UnsupportedError("batch_invariant=True on the cpu backend, whose matrix products depend on their sizes: expected a GPU")
     return cpu_codegen.plan(
         graph,
         q_len=shapes.q_len,
@@ -125,11 +144,12 @@ def _plan_cpu(graph: Graph, shapes: Shapes, target: Target, options: Options) ->
         head_dim=shapes.head_dim,
         head_dim_v=shapes.head_dim_v,
         dtype=shapes.dtype_name,
+        max_scores=options.max_scores,
     )
 
 
 def _plan_triton(graph: Graph, shapes: Shapes, target: Target, options: Options) -> Any:
-    plan = triton_codegen.make_plan(
+    return triton_codegen.make_plan(
         graph,
         target,
         dtype=shapes.dtype_name,
@@ -138,23 +158,37 @@ def _plan_triton(graph: Graph, shapes: Shapes, target: Target, options: Options)
         group=shapes.group,
         tma=shapes.bulk,
         precision=options.precision,
+        deterministic=options.deterministic,
         interpreted=is_interpreted(),
+        max_scores=options.max_scores,
         tiles=dict(options.tiles),
     )
-    if options.deterministic and any(t.needs_grad for t in graph.tensors):
-        raise UnsupportedError(
-            "deterministic=True with a captured tensor that requires a gradient, on the triton backend: its additions are atomic. "
-            'Use backend="cpu", or detach the tensor'
-        )
-    return plan
+
+
+def _decode_rows(shapes: Shapes) -> int:
+    return triton_codegen.tile_rows(shapes.group * shapes.q_len, shapes.head_dim + shapes.head_dim_v, shapes.dtype_name)
+
+
+def _plan_decode(graph: Graph, shapes: Shapes, target: Target, options: Options) -> Any:
+    return triton_codegen.plan_decode(
+        graph,
+        target,
+        dtype=shapes.dtype_name,
+        head_dim=shapes.head_dim,
+        head_dim_v=shapes.head_dim_v,
+        group=shapes.group,
+        rows=_decode_rows(shapes),
+        page=shapes.page,
+        batch_invariant=options.batch_invariant,
+        precision=options.precision,
+        interpreted=is_interpreted(),
+        tile=dict(options.tiles).get("decode"),
+    )
 
 
 def _plan_cute(graph: Graph, shapes: Shapes, target: Target, options: Options) -> Any:
-    if options.deterministic and any(t.needs_grad for t in graph.tensors):
-        raise UnsupportedError(
-            "deterministic=True with a captured tensor that requires a gradient, on the cute backend: triton runs its backward pass, "
-            "whose additions are atomic. Detach the tensor"
-        )
+    if options.max_scores:
+        raise UnsupportedError('the cute backend returns no largest scores: use backend="triton", or "auto"')
     return cute_codegen.make_plan(
         graph,
         target,
@@ -168,13 +202,29 @@ def _plan_cute(graph: Graph, shapes: Shapes, target: Target, options: Options) -
     )
 
 
+def _plan_cute_backward(graph: Graph, shapes: Shapes, target: Target, options: Options) -> Any:
+    if options.deterministic:
+        raise UnsupportedError("deterministic=True in the backward kernel of the cute backend: its sums for dq are of no fixed order")
+    return cute_codegen.make_backward_plan(
+        graph,
+        target,
+        dtype=shapes.dtype_name,
+        head_dim=shapes.head_dim,
+        head_dim_v=shapes.head_dim_v,
+        group=shapes.group,
+        bulk=shapes.bulk,
+        precision=options.precision,
+        tile=dict(options.tiles).get("backward"),
+    )
+
+
 def _walked(maps: Maps) -> tuple[Any, tuple[int, int]]:
     """The runs of each row of blocks, and the block size; without a map all keys for every row, in steps of a size that suits any plan."""
     found = maps.get("forward")
     return (None, (128, 128)) if found is None else (found.rows(), found.block)
 
 
-def _forward_cpu(module: Any, call: Call, maps: Maps) -> tuple[Tensor, Tensor]:
+def _forward_cpu(module: Any, call: Call, maps: Maps) -> tuple[Tensor, ...]:
     rows, block = _walked(maps)
     return module.forward(call.q, call.k, call.v, call.scale, call.tensors, call.scalars, rows, block)
 
@@ -184,15 +234,28 @@ def _backward_cpu(module: Any, call: Call, maps: Maps, out: Tensor, lse: Tensor,
     return module.backward(call.q, call.k, call.v, out, lse, dout, dlse, call.scale, call.tensors, call.scalars, rows, block)
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device: make it the tensors'."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+_HERE = nullcontext()
 
 
-def _forward_on_gpu(module: Any, call: Call, maps: Maps) -> tuple[Tensor, Tensor]:
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels are launched on the current device: make it the tensors'."""
+    return _HERE if device.type != "cuda" or device.index == torch.cuda.current_device() else torch.cuda.device(device)
+
+
+def _forward_on_gpu(module: Any, call: Call, maps: Maps) -> tuple[Tensor, ...]:
     rows = maps["forward"].row_walk() if maps else None
-    with _on(call.q.device):
+    with on_device(call.q.device):
         return module.forward(call.q, call.k, call.v, call.scale, call.tensors, call.scalars, rows)
+
+
+def _record_triton(module: Any, call: Call, maps: Maps) -> tuple[tuple[Tensor, ...], Callable[..., Any] | None]:
+    if call.q.device.type != "cuda":
+        return _forward_on_gpu(module, call, maps), None
+    from flexc.runtime.triton_again import record
+
+    rows = maps["forward"].row_walk() if maps else None
+    with on_device(call.q.device):
+        return record(module, call.q, call.k, call.v, call.scale, call.tensors, call.scalars, rows)
 
 
 def _backward_triton(module: Any, call: Call, maps: Maps, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Any:
@@ -201,18 +264,33 @@ def _backward_triton(module: Any, call: Call, maps: Maps, out: Tensor, lse: Tens
         dout = dout.contiguous()
     if dlse is not None:
         dlse = dlse.contiguous()
-    with _on(call.q.device):
+    with on_device(call.q.device):
         return module.backward(call.q, call.k, call.v, out, lse, dout, dlse, call.scale, call.tensors, call.scalars, rows, columns)
 
 
+def _backward_cute(module: Any, call: Call, maps: Maps, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Any:
+    columns = maps["backward"].column_walk() if maps else None
+    if not reads_in_bulk([dout]):
+        dout = dout.contiguous()
+    if dlse is not None:
+        dlse = dlse.contiguous()
+    with on_device(call.q.device):
+        found = module.backward(call.q, call.k, call.v, out, lse, dout, dlse, call.scale, call.tensors, call.scalars, columns)
+    return *found, (None,) * len(call.tensors)
+
+
+def _no_forward(module: Any, call: Call, maps: Maps) -> tuple[Tensor, Tensor]:
+    raise InternalError("this module has backward kernels only")
+
+
 def _no_backward(module: Any, call: Call, maps: Maps, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Any:
-    raise InternalError("the cute backend has no backward kernel: Launch.backward takes the module of backward_by")
+    raise InternalError("this module has no backward kernel: Launch.backward takes that of backward_by, and decoding has none")
 
 
 CPU = Backend(
     name="cpu",
     templates=("cpu/attention.py.j2",),
-    lower=differentiate,
+    lower=lambda graph: _derivative.differentiate(graph),
     plan=_plan_cpu,
     reads=lambda s: (s.dtype, cpu_codegen.block_sizes(s.q_len, s.kv_len)),
     emit=lambda graph, plan, target, title: cpu_codegen.emit(graph, plan),
@@ -224,29 +302,73 @@ CPU = Backend(
 TRITON = Backend(
     name="triton",
     templates=("triton/attention.py.j2", "triton/host.py.j2"),
-    lower=lambda graph: lower_to_base2(differentiate(graph)),
+    lower=lambda graph: _base2.lower_to_base2(_derivative.differentiate(graph)),
     plan=_plan_triton,
     reads=lambda s: (s.dtype, s.head_dim, s.head_dim_v, s.group, s.bulk),
     emit=lambda graph, plan, target, title: triton_codegen.emit(graph, plan, target, title=title),
-    blocks=triton_codegen.map_blocks,
+    blocks=lambda plan: triton_codegen.map_blocks(plan),
     forward=_forward_on_gpu,
     backward=_backward_triton,
     packages=("torch", "triton"),
+    record=_record_triton,
+    gradient_bytes=lambda *given: triton_codegen.gradient_bytes(*given),
+)
+CUTE_BACKWARD = Backend(
+    name="cute",
+    templates=("cute/backward.py.j2", "cute/backward_host.py.j2"),
+    lower=lambda graph: _base2.lower_to_base2(_derivative.differentiate(graph)),
+    plan=_plan_cute_backward,
+    reads=lambda s: ("backward", s.dtype, s.head_dim, s.head_dim_v, s.group, s.bulk),
+    emit=lambda graph, plan, target, title: cute_codegen.emit_backward(graph, plan, target, title=title),
+    blocks=lambda plan: cute_codegen.backward_map_blocks(plan),
+    forward=_no_forward,
+    backward=_backward_cute,
+    packages=("torch", "nvidia-cutlass-dsl"),
 )
 CUTE = Backend(
     name="cute",
     templates=("cute/forward.py.j2", "cute/host.py.j2"),
-    lower=lambda graph: lower_to_base2(differentiate(graph)),
+    lower=lambda graph: _base2.lower_to_base2(_derivative.differentiate(graph)),
     plan=_plan_cute,
     reads=lambda s: (s.dtype, s.head_dim, s.head_dim_v, s.group, s.bulk),
     emit=lambda graph, plan, target, title: cute_codegen.emit(graph, plan, target, title=title),
-    blocks=cute_codegen.map_blocks,
+    blocks=lambda plan: cute_codegen.map_blocks(plan),
     forward=_forward_on_gpu,
     backward=_no_backward,
     packages=("torch", "nvidia-cutlass-dsl"),
-    backward_by="triton",
+    backward_by=(CUTE_BACKWARD, TRITON),
 )
+DECODE = Backend(  # the triton backend's way for short queries against many keys: a packed graph, forward only
+    name="triton",
+    templates=("triton/decode.py.j2",),
+    lower=lambda graph: _base2.lower_to_base2(graph),
+    plan=_plan_decode,
+    reads=lambda s: ("decode", s.dtype, s.head_dim, s.head_dim_v, s.group, s.page, _decode_rows(s)),
+    emit=lambda graph, plan, target, title: triton_codegen.emit_decode(graph, plan, title=title),
+    blocks=lambda plan: triton_codegen.map_blocks(plan),
+    forward=_forward_on_gpu,
+    backward=_no_backward,
+    packages=("torch", "triton"),
+)
+HOPPER = replace(CUTE, otherwise=TRITON)  # what "auto" takes there
 BACKENDS = {backend.name: backend for backend in (TRITON, CPU, CUTE)}
+
+
+def backward_of(backend: Backend, graph: Graph, shapes: Shapes, target: Target, options: Options) -> tuple[Backend, str]:
+    """The backend whose module runs the backward pass, and why it is not the first that might; the graph is lowered.
+
+    Raises:
+        UnsupportedError: none of them can.
+    """
+    why = ""
+    for other in backend.backward_by[:-1]:
+        try:
+            other.plan(graph, shapes, target, options)
+        except UnsupportedError as error:
+            why = str(error)
+        else:
+            return other, why
+    return (backend.backward_by or (backend,))[-1], why
 
 
 def is_interpreted() -> bool:
@@ -254,12 +376,12 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def choose(name: str, device: torch.device | None) -> tuple[Backend, str]:
+def choose(name: str, device: torch.device | None, arch: str = "") -> tuple[Backend, str]:
     """The backend to use and why.
 
     Args:
         name: "auto" or a backend's name.
-        device: where the tensors are; None if code is only compiled for a target.
+        device: where the tensors are; None if code is only compiled, for a target of this `arch`.
 
     Raises:
         InputError: no such backend.
@@ -271,14 +393,20 @@ def choose(name: str, device: torch.device | None) -> tuple[Backend, str]:
     if name == "auto":
         if device is None or device.type == "cuda":
             _need_triton()
-            return TRITON, "a CUDA device: triton, the fastest backend that supports every request there"
+            if (arch if device is None else Target.of(device).arch) not in cute_codegen.ARCHITECTURES:
+                return TRITON, "a CUDA device: triton, the fastest backend that supports every request there"
+            try:
+                _need_cute()
+            except ToolchainError as error:
+                return TRITON, f"a Hopper GPU, but {error}"
+            return HOPPER, "a Hopper GPU: cute, the fastest backend there"
         if device.type == "cpu":
             return CPU, "the tensors are on the CPU: blockwise PyTorch"
         raise UnsupportedError(f"device {device.type}: expected cuda or cpu")
     backend = BACKENDS[name]
     if backend is CUTE:
         _need_cute()
-        if device is not None and (device.type != "cuda" or Target.of(device).arch != "sm_90a"):
+        if device is not None and (device.type != "cuda" or Target.of(device).arch not in cute_codegen.ARCHITECTURES):
             raise UnsupportedError(f'the cute backend needs tensors on a Hopper GPU, got {device}: use backend="triton", or "auto"')
     elif backend is TRITON:
         _need_triton()

@@ -18,7 +18,7 @@ from flexc.runtime.cache import cache_of
 from flexc.target import KIB, MIB, Target
 
 PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "numpy", "sympy", "jinja2")
-CUTE_TARGETS = ("sm_90a", "sm_100a")
+CUTE_TARGETS = ("sm_90a",)
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,14 @@ from typing import Any
 
 import torch
 
-from flexc import backends, frontend, passes, settings
+from flexc import backends, frontend, settings
 from flexc.backends import Backend, Options, Shapes
 from flexc.codegen.templates import template_source
 from flexc.compile_log import BinaryLog, Compilation, Request, forget_history, reason_for, record, refuse_if_forbidden
-from flexc.errors import InputError, SettingError
+from flexc.errors import InputError, SettingError, UnsupportedError
+from flexc.inference.places import packed
 from flexc.ir.graph import Graph, Node, Rewriter, make, topological
+from flexc.later import Later
 from flexc.runtime.cache import cache_of
 from flexc.runtime.key import key_of
 from flexc.runtime.module import load_module
@@ -32,6 +34,8 @@ from flexc.target import KNOWN, Target
 __all__ = ["Artifact", "Options", "Shapes", "compile_attention", "compile_for"]
 
 ModuleFunction = Callable[..., Any]
+
+passes: Any = Later("flexc.passes")  # for a compilation
 
 
 @dataclass(eq=False)
@@ -66,6 +70,7 @@ class Artifact:
     because: str
     _module: ModuleType | None = field(default=None, repr=False)
     _backward: Artifact | None = field(default=None, repr=False)
+    _decoding: dict[tuple, Artifact] = field(default_factory=dict, repr=False)
 
     @property
     def module(self) -> ModuleType:
@@ -77,7 +82,7 @@ class Artifact:
     def fresh_module(self) -> ModuleType:
         """The generated module, loaded once more. Machine code that its launches compile is in the log."""
         module = load_module(self.source, self.path)
-        if self.backend is backends.TRITON and not backends.is_interpreted():
+        if self.backend.name == "triton" and not backends.is_interpreted():
             from flexc.runtime.triton_binaries import watch
 
             watch(module, BinaryLog(self.title, self.backend.name, self.target.arch, self.because, self.key))
@@ -106,23 +111,40 @@ class Artifact:
         return self._compiled().resources()
 
     def for_backward(self, shapes: Shapes, options: Options) -> Artifact:
-        """The artifact whose module runs the backward pass: this one, or that of the backend which does it for this one."""
+        """The artifact whose module runs the backward pass: this one, or that of the first backend which does it for this one."""
         if not self.backend.backward_by:
             return self
         with _lock:
             if self._backward is None:
-                other = backends.BACKENDS[self.backend.backward_by]
+                target = _as_code_sees(self.target)
+                other, _ = backends.backward_of(self.backend, self.lowered, shapes, target, options)
                 because = f"the backward pass of {self.backend.name}"
-                options = dataclasses.replace(options, tiles=())
+                if other.name != self.backend.name:
+                    options = dataclasses.replace(options, tiles=())
                 self._backward = compile_attention(self.traced, shapes, self.target, other, because, options, self.title, because)
             return self._backward
 
+    def for_decoding(self, shapes: Shapes, options: Options) -> Artifact:
+        """The artifact of the split kernel, for few queries against many keys. It has no backward pass."""
+        kind = backends.DECODE.reads(shapes)
+        found = self._decoding.get(kind)
+        if found is None:
+            with _lock:
+                because = "few queries against many keys: the split kernel"
+                reason = "few queries against many keys and no gradient: triton, split over the keys, query heads packed; otherwise "
+                reason += f"{self.backend.name}: {self.reason}"
+                options = dataclasses.replace(options, tiles=tuple(pair for pair in options.tiles if pair[0] == "decode"))
+                graph = packed(self.traced, shapes.group)
+                found = compile_attention(graph, shapes, self.target, backends.DECODE, reason, options, self.title, because)
+                self._decoding[kind] = found
+        return found
+
     def _compiled(self) -> Any:
-        if self.backend is backends.CUTE:
+        if self.backend.name == "cute":
             from flexc.runtime.cute_compile import compile_module as compile_cute
 
             return compile_cute(self.module)
-        if self.backend is not backends.TRITON:
+        if self.backend.name != "triton":
             raise InputError(f"the {self.backend.name} backend has no machine code: expected --emit ir or --emit source")
         from flexc.codegen.triton import signature
         from flexc.runtime.triton_compile import compile_module
@@ -178,7 +200,16 @@ def compile_attention(
     graph = passes.run(traced)  #                       graph → graph, verified after every pass
     lowered = backend.lower(graph)  #                   derivative factors; the backend's own domain
     code_target = _as_code_sees(target)
-    plan = backend.plan(lowered, shapes, code_target, options)  # every choice, as plain data
+    try:
+        plan = backend.plan(lowered, shapes, code_target, options)  # every choice, as plain data
+    except UnsupportedError as error:
+        if backend.otherwise is None:
+            raise
+        reason = f"a {target.arch} GPU: {backend.otherwise.name}, because of {error}"
+        return compile_attention(traced, shapes, target, backend.otherwise, reason, options, title, because)
+    if backend.backward_by:
+        other, why = backends.backward_of(backend, lowered, shapes, code_target, options)
+        reason = f"{reason}; {other.name} runs the backward pass: {why}" if other.name != backend.name else reason
     key = _key(traced, lowered, plan, code_target, backend, title)
     is_printed = False
 
@@ -250,21 +281,21 @@ def compile_for(
         raise InputError(f"unknown direction {direction!r}: expected " + ", ".join(f'"{known}"' for known in _KERNELS))
     if backend == "auto" and not target.is_gpu:
         backend = "cpu"
-    chosen, reason = backends.choose(backend, None)
+    chosen, reason = backends.choose(backend, None, target.arch)
     if chosen is backends.TRITON and not target.is_gpu:
         raise InputError(f'the triton backend compiles for a GPU: expected a target such as "sm_90a", got {target.arch!r}')
-    if chosen is backends.CUTE and direction == "bwd":
-        raise InputError('the backward pass of the cute backend runs on triton: show it with the backend "triton"')
     if chosen is backends.CPU and target.is_gpu:
         raise InputError(f'the cpu backend compiles for the CPU: expected the target "cpu", got {target.arch!r}')
     trace, _ = frontend.trace(score_mod, mask_mod)
     options = options or Options()
     because = _because(trace, shapes, target, chosen, options)
     artifact = compile_attention(trace.graph, shapes, target, chosen, reason, options, title_of(score_mod, mask_mod), because)
+    if direction == "bwd":
+        artifact = artifact.for_backward(shapes, options)
     return _Directed(**{f.name: getattr(artifact, f.name) for f in dataclasses.fields(artifact)}, kernels=_KERNELS[direction])
 
 
-_KERNELS = {"fwd": ("forward_kernel",), "bwd": ("row_sums_kernel", "dq_kernel", "dkv_kernel")}
+_KERNELS = {"fwd": ("forward_kernel",), "bwd": ("row_sums_kernel", "dq_kernel", "dkv_kernel", "backward_kernel", "convert_kernel")}
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-MODULES = ("attention", "compile_time", "measure", "patterns", "systems", "tables")
+MODULES = ("attention", "compile_time", "measure", "patterns", "systems", "tables", "turns")
 
 
 @pytest.fixture
@@ -250,3 +250,27 @@ def test_compile_times_of_a_fresh_process(bench, tmp_path):
     found = program.in_fresh_process("softcap_causal", options, tmp_path, 60.0)
     assert set(found) == set(program.COLUMNS) and 0 < found["trace"] < found["forward"] and found["backward"] > 0
     assert any((tmp_path / "flexc").rglob("*.py"))  # the caches that it was given
+
+
+# --- turns.py -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_cases_are_prepared_at_once_and_measured_in_turn(bench, tmp_path):
+    script = tmp_path / "case.py"
+    script.write_text(
+        "import sys, time\n"
+        f"sys.path.insert(0, {str(FOLDER)!r})\n"
+        "from turns import wait_for_turn\n"
+        "if sys.argv[1] == 'stuck': time.sleep(60)\n"
+        "if sys.argv[1] == 'broken': sys.exit('no')\n"
+        "print('prepared', sys.argv[1], time.time()); wait_for_turn(); print('measured', sys.argv[1], time.time())\n"
+        "if sys.argv[1] == 'slow': time.sleep(60)\n"
+    )
+    lines: list[str] = []
+    bench["turns"].in_turns(script, [["a"], ["broken"], ["stuck"], ["slow"], ["b"]], 5.0, 1.0, lines.append)
+    assert [" ".join(line.split()[:2]) for line in lines if line.split()[0] in ("prepared", "measured")] == [
+        "prepared a", "measured a", "prepared slow", "measured slow", "prepared b", "measured b"
+    ]  # fmt: skip
+    when = {tuple(line.split()[:2]): float(line.split()[2]) for line in lines if len(line.split()) == 3 and line[0] in "pm"}
+    assert max(when["prepared", name] for name in ("a", "slow", "b")) < when["measured", "a"] < when["measured", "b"]
+    assert "stuck: not ready after 5 s" in lines and "slow: not measured within 1 s" in lines

@@ -159,6 +159,7 @@ class Launcher:
         store = cache_of(settings.current())
         key = key_of(
             source=_source_digest(self.function),
+            function=_unwrapped(self.function).__name__,
             arguments=repr(self.arguments),
             arch=self.arch,
             version=_version(),
@@ -174,7 +175,7 @@ class Launcher:
                         file = Path(folder) / "launch.o"
                         compiled.export_to_c(str(file), function_name=_ENTRY)
                         entry = store.put(key, {"launch.o": file.read_bytes()}, {"arch": self.arch, "backend": "cute"})
-                    return compiled
+        # Also where it was compiled just now: the DSL's own object passes a call through Python, the loaded one does not.
         return getattr(_cute().runtime.load_module(str(entry.path("launch.o")), enable_tvm_ffi=True), _ENTRY)
 
     def compiled(self, *options: str) -> Any:
@@ -300,7 +301,7 @@ def _fake(arguments: Sequence[Argument]) -> list[Any]:
 def _source_digest(function: Callable[..., Any]) -> str:
     """Digest of the file that the function stands in and of the building blocks that it is made from."""
     digest = hashlib.sha256()
-    for file in (Path(_unwrapped(function).__code__.co_filename), Path(__file__).with_name("cute_tiles.py")):
+    for file in (Path(_unwrapped(function).__code__.co_filename), *sorted(Path(__file__).parent.glob("cute_*tiles.py"))):
         digest.update(file.read_bytes())
     return digest.hexdigest()
 

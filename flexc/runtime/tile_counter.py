@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import torch
 
-_counters: dict[tuple[int, int], torch.Tensor] = {}
+_counters: dict[tuple[int, int, int], torch.Tensor] = {}
 
 
-def tile_counter(device: torch.device) -> torch.Tensor:
-    """int32 [1] that holds 0 when the next kernel on the current stream begins; kernels leave it so.
+def tile_counter(device: torch.device, count: int = 1) -> torch.Tensor:
+    """int32 [count] that holds 0 when the next kernel on the current stream begins; kernels leave it so.
 
     Kernels of one stream run one after the other and share it. A CUDA graph may be replayed beside anything, so what is captured has its own,
     set to 0 inside the graph.
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)
+        return torch.zeros(count, dtype=torch.int32, device=device)
     stream = torch.cuda.current_stream(device)
-    key = (stream.device_index, stream.cuda_stream)
+    key = (stream.device_index, stream.cuda_stream, count)
     found = _counters.get(key)
     if found is None:
-        found = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+        found = _counters[key] = torch.zeros(count, dtype=torch.int32, device=device)
     return found

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -86,16 +87,63 @@ class Job:
         maps = {name: tuple(shape) for name, shape in given["maps"].items()}
         return Job(**{**given, "tensors": tuple(stand_ins), "maps": maps})
 
+    @property
+    def source(self) -> str:
+        """Of the generated module."""
+        return Path(self.path).read_text(encoding="utf-8")
+
+    def compile(self, module: ModuleType) -> None:
+        """See `compile_ahead`."""
+        compile_ahead(module, self)
+
+
+@dataclass(frozen=True)
+class KernelsJob:
+    """Launches of kernels that look at nothing but the types of their arguments, as plain data that JSON can carry to another process.
+
+    Attributes:
+        path, source: of the generated module; the file may be gone since the module was loaded.
+        capability: of the target.
+        calls: (kernel, arguments, options): each argument a number, a constant, or the dtype of a tensor as ["int32"].
+    """
+
+    path: str
+    source: str
+    capability: int
+    calls: tuple[tuple[str, tuple, dict[str, int]], ...]
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Names."""
+        return tuple(name for name, _, _ in self.calls)
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(dataclasses.asdict(self))
+
+    def compile(self, module: ModuleType) -> None:
+        """Fill Triton's cache."""
+        for name, arguments, options in self.calls:
+            given = [StandIn((1,), (1,), a[0], 0) if isinstance(a, list | tuple) else a for a in arguments]
+            getattr(module, name).warmup(*given, grid=(1,), **options)
+
+
+def job_of(line: str) -> Job | KernelsJob:
+    """What `to_json` wrote."""
+    given = json.loads(line)
+    return KernelsJob(**given) if "calls" in given else Job.from_json(line)
+
 
 def compile_ahead(module: ModuleType, job: Job) -> None:
     """Fill Triton's cache, and this process's memory of the module's kernels, for Triton's active driver."""
     launchers = {name: _Ahead(getattr(module, name) if name in job.kernels else None) for name in module.LAUNCH}
-    forward, backward = (_with_globals(getattr(module, name), launchers) for name in ("forward", "backward"))
+    forward = _with_globals(module.forward, launchers)
     dtype = getattr(torch, job.dtype_name)
     q, k, v = (torch.empty(shape, dtype=dtype, device="meta") for shape in (job.q, job.k, job.v))
     given = 1 / math.sqrt(q.shape[3]), job.tensors, job.scalars
     out, lse = forward(q, k, v, *given, _walk(job.maps.get("forward")))
-    if set(job.kernels) - {"forward_kernel"}:
+    if hasattr(module, "backward") and set(job.kernels) - {"forward_kernel"}:
+        backward = _with_globals(module.backward, launchers)
         for dlse in (None, lse):
             backward(q, k, v, out, lse, out, dlse, *given, _walk(job.maps.get("dq")), _walk(job.maps.get("dkv")))
 

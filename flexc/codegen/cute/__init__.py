@@ -1,6 +1,22 @@
-"""Graph + plan → a CuTe DSL module for Hopper: the forward kernel, its launch, and the host function that calls it."""
+"""Graph + plan → CuTe DSL modules for Hopper: kernels, their launches, and the host functions `forward` and `backward` that call them."""
 
+from flexc.codegen.cute.backward import emit_backward
+from flexc.codegen.cute.backward_plan import BackwardPlan, BackwardTile, backward_candidates, backward_map_blocks, make_backward_plan
 from flexc.codegen.cute.emit import emit
-from flexc.codegen.cute.plan import Plan, Tile, candidates, make_plan, map_blocks
+from flexc.codegen.cute.plan import ARCHITECTURES, Plan, Tile, candidates, make_plan, map_blocks
 
-__all__ = ["Plan", "Tile", "candidates", "emit", "make_plan", "map_blocks"]
+__all__ = [
+    "ARCHITECTURES",
+    "BackwardPlan",
+    "BackwardTile",
+    "Plan",
+    "Tile",
+    "backward_candidates",
+    "backward_map_blocks",
+    "candidates",
+    "emit",
+    "emit_backward",
+    "make_backward_plan",
+    "make_plan",
+    "map_blocks",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from flexc.codegen.cute.kernel import print_kernel
 from flexc.codegen.cute.plan import Plan
@@ -36,7 +37,7 @@ def emit(graph: Graph, plan: Plan, target: Target, *, title: str = "") -> str:
         l2_bytes=target.l2_bytes,
         sm_count=target.sm_count,
     )
-    return _tidy(text)
+    return tidy(text)
 
 
 def _signature(plan: Plan, tensors: list[tuple[str, str, int, str]], scalars: list[tuple[str, str]]) -> list[str]:
@@ -50,30 +51,46 @@ def _signature(plan: Plan, tensors: list[tuple[str, str, int, str]], scalars: li
         f'tensor("out", {own}, ("batch", "heads", "q_len", {dim_v}), bulk=True)',
         'tensor("lse", "float32", ("batch", "heads", "q_len"), compact=True)',
     ]
-    if plan.walk == "runs":
+    counter = ['tensor("counter", "int32", (1,), compact=True)'] if plan.forward.scheduler == "dynamic" else []
+    if plan.splits:
+        counter += ['tensor("pieces", "float32", ("piece_values",), compact=True)', 'tensor("arrivals", "int32", ("warp_rows",), compact=True)']
+    numbers = ["whole", "share"] if plan.splits else []
+    return lines + argument_lines(plan.walk == "runs", tensors, scalars, "row_blocks", counter, numbers)
+
+
+def argument_lines(
+    has_map: bool,
+    tensors: list[tuple[str, str, int, str]],
+    scalars: list[tuple[str, str]],
+    blocks: str,
+    counter: Sequence[str] = (),
+    numbers: Sequence[str] = (),
+) -> list[str]:
+    """What follows the tensors of a kernel of its own: the map over `blocks`, counters, captured tensors, scale, section, `numbers`, scalars."""
+    lines = []
+    if has_map:
         lines += [
-            'tensor("map_rows", "int32", ("map_batch", "map_heads", "row_blocks", 4), compact=True, align=16)',
+            f'tensor("map_rows", "int32", ("map_batch", "map_heads", "{blocks}", 4), compact=True, align=16)',
             'tensor("map_partial", "int32", ("partial_blocks",), compact=True)',
             'tensor("map_full", "int32", ("full_runs", 2), compact=True)',
-            'tensor("map_order", "int32", ("row_blocks",), compact=True)',
+            f'tensor("map_order", "int32", ("{blocks}",), compact=True)',
         ]
-    if plan.forward.scheduler == "dynamic":
-        lines.append('tensor("counter", "int32", (1,), compact=True)')
+    lines += counter
     for name, dtype, rank, _ in tensors:
         sizes = ", ".join(f'"{name}_size{i}"' for i in range(max(rank, 1)))
         lines.append(f'tensor("{name}", "{"uint8" if dtype == "bool" else dtype}", ({sizes},))')
-    lines += ['number("scale", "float32")', 'number("section", "int32")']
+    lines += ['number("scale", "float32")', *(f'number("{name}", "int32")' for name in ("section", *numbers))]
     return lines + [f'number("{name}", "{dtype.lower()}")' for name, dtype in scalars]
 
 
-def _tidy(text: str) -> str:
+def tidy(text: str) -> str:
     """Blank lines only where a reader wants them: two between functions, at most one elsewhere, none after what opens a block."""
     lines = [line.rstrip() for line in text.splitlines()]
     result: list[str] = []
     for line in lines:
         if not line and (not result or not result[-1] or result[-1].endswith((":", "(", ","))):
             continue
-        if re.match(r"@cute\.|def |FORWARD = ", line) and result and not result[-1].startswith("@"):
+        if re.match(r"@cute\.|def |(?:FORWARD|ROW_SUMS) = ", line) and result and not result[-1].startswith("@"):
             while result and not result[-1]:
                 result.pop()
             result += ["", ""]

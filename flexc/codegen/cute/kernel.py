@@ -42,6 +42,7 @@ class Kernel:
         bases: register tensors that a block fills, (name, type).
         shared: what a block's statements take from outside.
         logit, outer: the score in base 2 is logit * outer.
+        factor: the derivative of the score by the raw score, where it was asked for.
         first, stop: what the first column that a row may see is at least, and the first one after them at most: limits that the mask sets
             for each row, less the position `key`.
         allowed: the rest of an element's mask; empty without one.
@@ -68,6 +69,7 @@ class Kernel:
     shared: list[str] = field(default_factory=list)
     logit: str = "raw"
     outer: str = "1.0"
+    factor: str = ""
     first: list[str] = field(default_factory=list)
     stop: list[str] = field(default_factory=list)
     allowed: str = ""
@@ -104,12 +106,13 @@ class Kernel:
         return sum(_STAGED_BYTES[value.type] for value in self.staged)
 
 
-def print_kernel(graph: Graph, *, approximate: bool, exact: bool, shifts: bool = True) -> Kernel:
+def print_kernel(graph: Graph, *, approximate: bool, exact: bool, shifts: bool = True, derivative: bool = False) -> Kernel:
     """The statements of a graph that is lowered to base 2 (outputs logit2, outer and perhaps mask).
 
     Args:
         approximate: the hardware approximation of tanh is allowed; exact: no approximation is.
         shifts: a part of the score that a row's elements of a block share may be left to the softmax, see `Body.peel`.
+        derivative: print the output dscore, too.
     """
     body = Body(graph, position_bounds(graph, MAX_TOKENS), approximate, exact)
     kernel = Kernel()
@@ -125,12 +128,16 @@ def print_kernel(graph: Graph, *, approximate: bool, exact: bool, shifts: bool =
     kernel.logit = peeled or body.at(logit, ELEMENT)
     if kernel.modifies and body.level(logit) != ELEMENT:
         kernel.logit = f"Float32({kernel.logit})"
+    if derivative:
+        factor = _output(graph, "dscore")
+        body.add(factor)
+        kernel.factor = body.at(factor, ELEMENT)
     lines = body.take()
     kernel.tile, kernel.row = lines[TILE], lines[ROW]
     kernel.block, kernel.block_row, kernel.column, kernel.element = (lines[place] for place in (BLOCK, BLOCK_ROW, COLUMN, ELEMENT))
     kernel.quick, slow = _without_memory(kernel.column)
     kernel.staged = [_staged(name, dtype, False) for name, dtype in body.exported.items() if name in slow]
-    kernel.reads_columns = body.reads_columns and _names("kv_idx", [*kernel.quick, *kernel.element, kernel.logit])
+    kernel.reads_columns = body.reads_columns and _names("kv_idx", [*kernel.quick, *kernel.element, kernel.logit, kernel.factor])
     mask = graph.mask
     if mask is not None:
         before = dict(body.exported)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from flexc.codegen.cute.kernel import MAX_TOKENS, print_kernel
 from flexc.errors import UnsupportedError
@@ -12,6 +12,7 @@ from flexc.ir.interval import Interval
 from flexc.ir.ops import has_trait
 from flexc.target import KIB, Target
 
+ARCHITECTURES = ("sm_90a",)
 MAX_HEAD_DIM = 256  # a wgmma product is at most 256 wide
 GROUP_ROWS = 64  # query tokens of one consumer warpgroup: the height of wgmma
 _PADDED = (64, 96, 128, 192, 256)
@@ -36,7 +37,7 @@ class Tile:
         turns: the warpgroups take turns at starting their products, so that one computes its softmax under the other's products.
         scheduler: "grid": one block of threads for each tile, longest first; the hardware hands them out. "static": one block for each
             SM, tiles in fixed strides: no start-up between tiles, for tiles of equal work. "dynamic": one block for each SM, tiles from a
-            counter.
+            counter, longest first; what is next is known before it begins.
     """
 
     rows: int
@@ -72,6 +73,7 @@ class Plan:
         bulk: the tensors allow bulk copies as they are; otherwise the host copies them first, to rows of whole 16 bytes.
         approximate: the hardware approximation of tanh.
         exact: no approximation of functions and quotients at all.
+        splits: tiles that do not fill all SMs once more are split along the keys.
         smem_bytes: shared memory of a block of threads.
         registers: of a computing thread, of a loading thread.
     """
@@ -91,6 +93,7 @@ class Plan:
     bulk: bool
     approximate: bool
     exact: bool
+    splits: bool
     smem_bytes: int
     registers: tuple[int, int]
 
@@ -122,15 +125,18 @@ def out_buffer_for(tile: Tile, padded_dim: int, padded_dim_v: int, target: Targe
 _Sizes = tuple[tuple[int, int], ...]
 
 # (D, Dv) after padding → (rows, columns), best first: of a kernel without mask and score function, with a mask only, with a score function.
-# All compile without spills and without serialised products. The order follows timings of the bare loop on an H200 where there are any.
+# All compile without spills and without serialised products. The order follows timings on an H200, see docs/hopper-forward.md.
 _TILES: dict[tuple[int, int], tuple[_Sizes, _Sizes, _Sizes]] = {
     (64, 64): (((192, 128), (128, 192), (128, 128)), ((192, 128), (128, 128), (128, 64)), ((128, 128), (192, 112), (128, 64))),
     (96, 96): (((128, 192), (128, 128)), ((128, 128), (128, 160)), ((128, 128), (128, 64))),
-    (128, 128): (((128, 176), (128, 128), (128, 192)), ((128, 128), (128, 176), (128, 64)), ((128, 128), (128, 144), (128, 64))),
+    (128, 128): (((128, 176), (128, 160), (128, 128)), ((128, 128), (128, 160), (128, 64)), ((128, 128), (128, 144), (128, 64))),
     (192, 128): (((128, 128), (128, 64)), ((128, 128), (128, 64)), ((128, 128), (128, 64))),
     (192, 192): (((128, 112), (128, 96)), ((128, 96), (128, 64)), ((128, 96), (128, 64))),
     (256, 256): (((128, 80), (128, 64)), ((128, 64),), ((128, 64),)),
 }
+# The same where rows see keys from the first one to a limit of theirs, so that few blocks are partial: with a mask only, with a score
+# function, with one that takes the special-function unit.
+_WIDE = {(128, 128): (((128, 160), (128, 128)), ((128, 160), (128, 144), (128, 128)), ((128, 144), (128, 160), (128, 128)))}
 _ONE_BY_ONE = ((128, 64), (128, 32))  # an element's own load holds registers until it arrives; past _WIDEST_WITH_TURNS, the other way round
 _LAST_RESORT = ((128, 128), (128, 96), (128, 64), (128, 32))
 _MOST_FRAGMENTS = 180  # registers of a thread for scores, weights and output; what is left of 240 is for all else
@@ -147,14 +153,18 @@ def candidates(graph: Graph, target: Target, padded_dim: int, padded_dim_v: int)
     else:
         listed = _TILES.get((padded_dim, padded_dim_v))
         sizes = listed[2 if kernel.modifies else 1 if has_mask else 0] if listed is not None else _small(_LAST_RESORT, padded_dim_v)
+        if has_mask and kernel.stop and not kernel.first and not kernel.allowed:
+            wide = _WIDE.get((padded_dim, padded_dim_v))
+            sizes = wide[kernel.modifies + _costs_special_functions(graph)] if wide is not None else sizes
     found = []
     for rows, columns in sizes:
-        turns = max(padded_dim, padded_dim_v) <= _WIDEST_WITH_TURNS and rows == 2 * GROUP_ROWS
-        tile = Tile(rows, columns, 2, turns, "grid" if has_mask else "static")
-        if tile.groups == 3 and kernel.statements > _MOST_STATEMENTS:
+        turns = max(padded_dim, padded_dim_v) <= _WIDEST_WITH_TURNS and rows > GROUP_ROWS
+        tile = Tile(rows, columns, 2, turns, "static")
+        out_buffer = out_buffer_for(tile, padded_dim, padded_dim_v, target, kernel.column_bytes)
+        if out_buffer is None or (tile.groups == 3 and kernel.statements > _MOST_STATEMENTS):
             continue
-        if out_buffer_for(tile, padded_dim, padded_dim_v, target, kernel.column_bytes) is not None:
-            found.append(tile)
+        # A tile that waits until its queries' memory is free again gains nothing from being known before.
+        found.append(replace(tile, scheduler=("dynamic" if out_buffer == "own" else "grid") if has_mask else "static"))
     return found
 
 
@@ -189,8 +199,8 @@ def make_plan(
     Raises:
         UnsupportedError: the architecture, dtype or head dimension has no kernel.
     """
-    if target.arch != "sm_90a":
-        raise UnsupportedError(f"target {target.arch} on the cute backend: expected sm_90a (Hopper)")
+    if target.arch not in ARCHITECTURES:
+        raise UnsupportedError(f"target {target.arch} on the cute backend: expected {' or '.join(ARCHITECTURES)} (Hopper)")
     if dtype not in ("float16", "bfloat16"):
         raise UnsupportedError(f"dtype {dtype} on the cute backend: expected float16 or bfloat16")
     if max(head_dim, head_dim_v) > MAX_HEAD_DIM:
@@ -229,6 +239,7 @@ def make_plan(
         bulk=bulk and head_dim % 8 == head_dim_v % 8 == 0,
         approximate=approximate,
         exact=exact,
+        splits=graph.mask is None and tile.scheduler == "static",
         smem_bytes=smem_bytes(tile, wide, wide_v, out_buffer, column_bytes),
         registers=REGISTERS[tile.groups],
     )

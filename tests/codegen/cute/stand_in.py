@@ -348,8 +348,9 @@ def _reduced(function: Callable[[Any, Any], Any]) -> Callable[..., Num]:
 def _atomic_add(pointer: Pointer, value: Any) -> Num:
     assert lanes_on().sum() == 1, "one lane adds"
     with _atomic:
-        old = int(pointer.memory.flat[pointer.memory.first])
-        pointer.memory.flat[pointer.memory.first] += int(value)
+        place = pointer.memory.first + int(spread(pointer.offset)[lanes_on()][0])
+        old = int(pointer.memory.flat[place])
+        pointer.memory.flat[place] += int(value)
     return Int32(np.full(LANES, old))
 
 
@@ -385,6 +386,7 @@ arch = SimpleNamespace(
     atomic_add=_atomic_add,
     sync_warp=lambda: None,
     make_warp_uniform=lambda x: typed(x),
+    fence_acq_rel_gpu=lambda: None,
     fence_proxy=lambda *args, **_: None,
 )
 cute = SimpleNamespace(
@@ -394,6 +396,7 @@ cute = SimpleNamespace(
     kernel=_same,
     struct=_same,
     size=lambda x, mode=None: len(x.items),
+    assume=lambda x, divby: x,
     ceil_div=lambda x, y: (x + y - 1) // y,
     make_layout=lambda *shape, **_: shape,
     make_tensor=lambda pointer, layout: View(pointer),
@@ -461,8 +464,13 @@ def executed(text: str, names: dict[str, Any], file: str = "kernel.py") -> dict[
 
 def tile_library(**replaced: Any) -> SimpleNamespace:
     """`flexc.runtime.cute_tiles` on stand-ins; what touches the hardware may be replaced."""
-    file = Path(flexc.__file__).parent / "runtime" / "cute_tiles.py"
-    scope = executed(file.read_text(encoding="utf-8"), {"const_expr": _same}, str(file))
+    return library_of("cute_tiles", {}, replaced)
+
+
+def library_of(name: str, names: dict[str, Any], replaced: dict[str, Any]) -> SimpleNamespace:
+    """A file of `flexc.runtime` on stand-ins, with these `names` from outside; what touches the hardware may be `replaced`."""
+    file = Path(flexc.__file__).parent / "runtime" / f"{name}.py"
+    scope = executed(file.read_text(encoding="utf-8"), {"const_expr": _same, **names}, str(file))
     scope.update(replaced)
     return SimpleNamespace(**{name: value for name, value in scope.items() if not name.startswith("__")})
 

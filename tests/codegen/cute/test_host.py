@@ -36,7 +36,8 @@ def test_tensors_go_to_the_kernel_as_they_are(tmp_path):
     assert values[0].data_ptr() == q.data_ptr() and values[0].stride() == q.stride() and not values[0].requires_grad
     assert len(values) == len(arguments)
     assert out is values[3] and out.shape == (2, 4, 50, 64) and lse is values[4] and lse.dtype == torch.float32
-    assert values[9:] == (0.5, 8), "the scale, and all heads in one section of the L2 cache"
+    assert values[9].tolist() == [0], "the counter of tiles"
+    assert values[10:] == (0.5, 8), "the scale, and all heads in one section of the L2 cache"
 
 
 def test_rows_that_bulk_copies_cannot_read_are_padded(tmp_path):
@@ -57,20 +58,31 @@ def test_no_keys_and_no_queries_launch_nothing(tmp_path, name):
 def test_captured_tensors_have_something_to_read(tmp_path):
     """Truth values are bytes, a tensor of no dimension has one, an empty one holds the 0 that is read outside of it."""
     _, (values,), arguments = called(tmp_path, "key bias", (torch.ones(7), torch.tensor(2.0)))
-    assert [tuple(x.shape) for x in values[9:11]] == [(7,), (1,)] and len(values) == len(arguments)
+    assert [tuple(x.shape) for x in values[10:12]] == [(7,), (1,)] and len(values) == len(arguments)
     flag = torch.tensor([True, False])
     _, (values,), _ = called(tmp_path, "flags", (flag,))
-    assert values[9].dtype == torch.uint8 and values[9].tolist() == [1, 0]
+    assert values[10].dtype == torch.uint8 and values[10].tolist() == [1, 0]
     _, (values,), _ = called(tmp_path, "documents", (torch.zeros(0, dtype=torch.int32),))
-    assert values[9].tolist() == [0]
+    assert values[10].tolist() == [0]
 
 
 def test_heads_that_share_the_cache_are_worked_on_together(tmp_path):
     graph = lowered(*VARIANTS["causal"])
     module = load_module(emit(graph, planned(graph, group=4), HOPPER), tmp_path / "kernel.py")
-    many = 3 * HOPPER.sm_count  # row blocks: the tiles of one group of heads are enough for all SMs
+    many = 8 * HOPPER.sm_count  # row blocks: the tiles of one group of heads are enough for all SMs
     assert module.entries_per_section(64, many, HOPPER.l2_bytes // 2) == 4
     assert module.entries_per_section(64, many, HOPPER.l2_bytes // 8) == 16
     assert module.entries_per_section(64, many, 1) == 64 and module.entries_per_section(64, many, 0) == 64
     assert module.entries_per_section(64, many // 16, HOPPER.l2_bytes) == 16, "tiles of fewer heads could not be shared out evenly"
     assert module.entries_per_section(60, many, HOPPER.l2_bytes // 16) == 32, "two sections of nearly one size, of whole groups"
+
+
+def test_tiles_that_do_not_fill_all_sms_are_shared_out(tmp_path):
+    graph = lowered(*VARIANTS["plain"])
+    shares = load_module(emit(graph, planned(graph), HOPPER), tmp_path / "kernel.py").shares
+    assert HOPPER.sm_count == 132
+    assert shares(64, 32, 47) == (1980, 25), "68 tiles of 47 blocks are left: 24.2 for each SM"
+    assert shares(66, 2, 47) == (132, 0), "nothing is left"
+    assert shares(65, 2, 47) == (130, 0), "shares of nearly a tile"
+    assert shares(1, 2, 100) == (0, 15), "not more than eight pieces of a tile"
+    assert shares(1, 2, 3) == (2, 0) and shares(1, 2, 6) == (0, 4), "not less than four blocks"

@@ -1,0 +1,74 @@
+"""Fills the CuTe template of the backward kernels. Makes no choice of its own."""
+
+from __future__ import annotations
+
+from flexc.codegen.cute.backward_kernel import print_backward
+from flexc.codegen.cute.backward_plan import BackwardPlan
+from flexc.codegen.cute.emit import argument_lines, tidy
+from flexc.codegen.cute.rows import CUTE_DTYPES
+from flexc.codegen.levels import captured
+from flexc.codegen.templates import header_of, render
+from flexc.ir.graph import Graph, loaded_dtype
+from flexc.target import Target
+
+
+def emit_backward(graph: Graph, plan: BackwardPlan, target: Target, *, title: str = "") -> str:
+    """The module's text: three kernels, their launches, and the host function `backward`.
+
+    Args:
+        graph: after `passes.run`, `differentiate` and `lower_to_base2`: outputs logit2, outer, dscore and mask are read.
+        plan: from `make_backward_plan`.
+        target: for the size of its L2 cache.
+        title: what the user calls the variant.
+    """
+    tensors = [(captured(graph, t.name), t.dtype, t.rank, loaded_dtype(t.dtype)) for t in graph.tensors]
+    scalars = [(captured(graph, s.name), CUTE_DTYPES[s.dtype]) for s in graph.scalars]
+    text = render(
+        "cute/backward.py.j2",
+        header=header_of("Gradients of attention", title, graph, plan),
+        plan=plan,
+        kernel=print_backward(graph, approximate=plan.approximate, exact=plan.exact),
+        captured=tensors,
+        scalars=scalars,
+        signatures=_signatures(plan, tensors, scalars),
+        l2_bytes=target.l2_bytes,
+    )
+    return tidy(text)
+
+
+def _signatures(plan: BackwardPlan, tensors: list[tuple[str, str, int, str]], scalars: list[tuple[str, str]]) -> dict[str, list[str]]:
+    """What each argument of the launch functions is, in order. Equal names of sizes are equal sizes."""
+    own = f'"{plan.dtype}"'
+    dim, dim_v = (-(-width // 8) * 8 for width in (plan.head_dim, plan.head_dim_v))  # the host makes rows of whole 16 bytes
+
+    def given(name: str, heads: str, tokens: str, width: int) -> str:
+        return f'tensor("{name}", {own}, ("batch", "{heads}", "{tokens}", {width}), bulk=True)'
+
+    def of_rows(name: str) -> str:
+        return f'tensor("{name}", "float32", ("batch", "heads", "q_len"), compact=True)'
+
+    def flat(name: str) -> str:
+        return f'tensor("{name}", "float32", ("{name}_size",), compact=True, align=16)'
+
+    return {
+        "row_sums": [
+            given("out", "heads", "q_len", dim_v),
+            given("dout", "heads", "q_len", dim_v),
+            of_rows("lse"),
+            of_rows("dlse"),
+            'number("has_dlse", "int32")',
+            flat("sums"),
+        ],
+        "backward": [
+            given("q", "heads", "q_len", dim),
+            given("k", "kv_heads", "kv_len", dim),
+            given("v", "kv_heads", "kv_len", dim_v),
+            given("dout", "heads", "q_len", dim_v),
+            given("dk", "kv_heads", "kv_len", dim),
+            given("dv", "kv_heads", "kv_len", dim_v),
+            flat("row_sums"),
+            flat("dq_sums"),
+            *argument_lines(plan.walk == "runs", tensors, scalars, "key_blocks"),
+        ],
+        "convert": [flat("dq_sums"), given("dq", "heads", "q_len", dim), 'number("scale", "float32")'],
+    }

@@ -1,0 +1,170 @@
+"""Every choice of the CuTe backend's backward kernels as plain data: the tile, who computes which part of it, shared memory, registers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from flexc.codegen.cute.backward_kernel import print_backward
+from flexc.codegen.cute.plan import MAX_HEAD_DIM
+from flexc.errors import UnsupportedError
+from flexc.ir.graph import Graph
+from flexc.target import KIB, Target
+
+GROUPS = 2  # warpgroups that compute; one more loads, and adds to the gradient of the queries
+REGISTERS = (240, 24)  # of a thread that computes, of the others
+SPLITS = ("keys", "dims")
+_ELEMENT_BYTES = 2
+_BARRIER_BYTES = KIB
+
+
+@dataclass(frozen=True)
+class BackwardTile:
+    """The tile of the backward kernel: scores are held transposed, [keys, queries].
+
+    Attributes:
+        rows: query tokens of one step.
+        columns: key tokens of a block of threads.
+        split: how the two warpgroups share a step. "keys": 64 keys each, weights stay in registers. "dims": the same 64 keys, half of the
+            queries' scores each and half of every gradient's dimensions; weights go through shared memory.
+        stages: buffers of queries and of the output's gradients.
+        early: the product for the values' gradient starts before the scores' gradients are worked out.
+        ahead: the next step's scores are multiplied under the end of a step.
+    """
+
+    rows: int
+    columns: int
+    split: str = "keys"
+    stages: int = 2
+    early: bool = False
+    ahead: bool = False
+
+    def __str__(self) -> str:
+        words = [f"{self.rows}x{self.columns} by {self.split}", f"{self.stages} stages", *(["early"] if self.early else [])]
+        return ", ".join([*words, "ahead"] if self.ahead else words)
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """What `emit_backward` needs to know; two equal plans of equal graphs give the same text.
+
+    Attributes:
+        arch: "sm_90a".
+        dtype: of q, k, v: "float16" or "bfloat16".
+        head_dim, head_dim_v: D and Dv.
+        padded_dim, padded_dim_v: what products work on.
+        group: query heads of a key/value head; one block of threads visits them all.
+        backward: tile of the kernel.
+        walk: "runs" of a transposed block map, or "dense" where every block is visited and only ragged keys are masked.
+        bulk: q, k and v allow bulk copies as they are; otherwise the host copies them first.
+        approximate: the hardware approximation of tanh.
+        exact: no approximation of functions and quotients at all.
+        smem_bytes: shared memory of a block of threads.
+        registers: of a computing thread, of another one.
+    """
+
+    arch: str
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    padded_dim: int
+    padded_dim_v: int
+    group: int
+    backward: BackwardTile
+    walk: str
+    bulk: bool
+    approximate: bool
+    exact: bool
+    smem_bytes: int
+    registers: tuple[int, int]
+
+    def __str__(self) -> str:
+        return "\n".join(f"{f.name:16} {getattr(self, f.name)}" for f in fields(self))
+
+
+# (D, Dv) after padding → tiles, best first. A warpgroup's share of the dimensions must be whole rows of a swizzle, of 32 numbers at least.
+_WIDE = (BackwardTile(64, 64, "dims", 2), BackwardTile(64, 64, "dims", 1))
+_TILES: dict[tuple[int, int], tuple[BackwardTile, ...]] = {
+    (64, 64): (BackwardTile(128, 128),),
+    (128, 128): (BackwardTile(64, 128),),
+}
+
+
+def padded_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """The head dimensions that products work on."""
+    widths = [next(width for width in (64, 128, 192, 256) if width >= dim) for dim in (head_dim, head_dim_v)]
+    return (64, 64) if max(widths) == 64 else (max(widths[0], 128), max(widths[1], 128))
+
+
+def backward_smem_bytes(tile: BackwardTile, padded_dim: int, padded_dim_v: int, column_bytes: int = 0) -> int:
+    """Shared memory of a block of threads; `column_bytes` of values that a warpgroup shares for each query of a step, twice."""
+    streamed = tile.stages * tile.rows * (padded_dim + padded_dim_v)
+    kept = tile.columns * (padded_dim + padded_dim_v)
+    exchanged = 2 * tile.rows * tile.columns * (2 if tile.split == "dims" else 1)
+    floats = 4 * (tile.rows * padded_dim + tile.stages * (2 * tile.rows + 4))
+    staged = -(-2 * GROUPS * tile.rows * column_bytes // KIB) * KIB
+    return _BARRIER_BYTES + staged + floats + _ELEMENT_BYTES * (streamed + kept + exchanged)
+
+
+def backward_candidates(target: Target, padded_dim: int, padded_dim_v: int, column_bytes: int = 0) -> list[BackwardTile]:
+    """Tiles that fit the target, best guess first."""
+    listed = _TILES.get((padded_dim, padded_dim_v), _WIDE)
+    return [tile for tile in listed if backward_smem_bytes(tile, padded_dim, padded_dim_v, column_bytes) <= target.smem_bytes]
+
+
+def make_backward_plan(
+    graph: Graph,
+    target: Target,
+    *,
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    group: int,
+    bulk: bool = True,
+    precision: str = "fast",
+    tile: BackwardTile | None = None,
+) -> BackwardPlan:
+    """The default plan; arguments as of `make_plan`.
+
+    Raises:
+        UnsupportedError: the architecture, dtype, head dimension or a gradient that is asked for has no kernel.
+    """
+    if target.arch != "sm_90a":
+        raise UnsupportedError(f"target {target.arch} on the cute backend: expected sm_90a (Hopper)")
+    if dtype not in ("float16", "bfloat16"):
+        raise UnsupportedError(f"dtype {dtype} on the cute backend: expected float16 or bfloat16")
+    if max(head_dim, head_dim_v) > MAX_HEAD_DIM:
+        raise UnsupportedError(f"head dimension on the cute backend: expected at most {MAX_HEAD_DIM}, got {max(head_dim, head_dim_v)}")
+    asked = [t.name for t in graph.tensors if t.needs_grad]
+    if asked:
+        raise UnsupportedError(f"gradients of captured tensors ({', '.join(asked)}) in the backward kernel of the cute backend")
+    wide, wide_v = padded_dims(head_dim, head_dim_v)
+    exact = precision == "exact"
+    approximate = not exact and dtype == "bfloat16"
+    column_bytes = print_backward(graph, approximate=approximate, exact=exact).column_bytes
+    fitting = backward_candidates(target, wide, wide_v, column_bytes) if tile is None else [tile]
+    if not fitting or backward_smem_bytes(fitting[0], wide, wide_v, column_bytes) > target.smem_bytes:
+        raise UnsupportedError(
+            f"head dimensions ({head_dim}, {head_dim_v}) with {column_bytes} bytes of captured values a query in the backward kernel of "
+            f"the cute backend: no tile fits {target.smem_bytes} bytes of shared memory"
+        )
+    return BackwardPlan(
+        arch=target.arch,
+        dtype=dtype,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        padded_dim=wide,
+        padded_dim_v=wide_v,
+        group=group,
+        backward=fitting[0],
+        walk="dense" if graph.mask is None else "runs",
+        bulk=bulk and head_dim % 8 == head_dim_v % 8 == 0,
+        approximate=approximate,
+        exact=exact,
+        smem_bytes=backward_smem_bytes(fitting[0], wide, wide_v, column_bytes),
+        registers=REGISTERS,
+    )
+
+
+def backward_map_blocks(plan: BackwardPlan) -> dict[str, tuple[int, int]]:
+    """Tokens per block of the map whose transposed runs the kernel walks; none where every block is visited."""
+    return {} if plan.walk == "dense" else {"backward": (plan.backward.rows, plan.backward.columns)}

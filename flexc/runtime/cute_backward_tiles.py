@@ -1,0 +1,274 @@
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+"""Building blocks of the generated CuTe backward kernels for Hopper, beside those of `cute_tiles`.
+
+Scores are held transposed: rows of a fragment are keys, columns are queries. The tiles of all products belong to both computing
+warpgroups together; each has its half of the rows or of the columns. No postponed annotations here: the DSL reads annotation objects.
+"""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
+
+GROUPS = 2
+GROUP_THREADS = 128
+ALL = 1  # named barriers: both computing warpgroups;
+FULL, EMPTY = 2, 4  # the buffer of a warpgroup's part of the queries' gradient, with the warp that adds it up: from here on one each
+WARP_TOO = GROUP_THREADS + 32
+
+
+# --- host side: products, layouts of shared memory --------------------------------------------------------------------------------------
+
+
+def products(dtype, by_keys, rows, head_dim, head_dim_v):
+    """The matrix products of a step: transposed scores, and the gradients of values, keys and queries.
+
+    By keys each warpgroup has 64 rows of the first three, whose left operands after the first stay in registers; otherwise it has half of
+    the columns, and left operands lie in shared memory. Of the queries' gradient it has 64 rows if there are 128, else half of the columns.
+    """
+    k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+    atoms = (GROUPS, 1, 1) if by_keys else (1, GROUPS, 1)
+    share = 1 if by_keys else GROUPS
+    source = warpgroup.OperandSource.RMEM if by_keys else warpgroup.OperandSource.SMEM
+
+    def product(left, right, atoms, width, source=warpgroup.OperandSource.SMEM):
+        return hopper.make_trivial_tiled_mma(dtype, dtype, left, right, Float32, atoms, (64, width), source)
+
+    scores = product(k_major, k_major, atoms, rows // share)
+    dv = product(k_major, mn_major, atoms, head_dim_v // share, source)
+    dk = product(k_major, mn_major, atoms, head_dim // share, source)
+    high = rows // 64
+    dq = product(mn_major, mn_major, (high, GROUPS // high, 1), head_dim * high // GROUPS)
+    return scores, dv, dk, dq
+
+
+def layouts(dtype, by_keys, rows, columns, stages, head_dim, head_dim_v):
+    """Swizzled layouts in shared memory: q, dout, k, v, transposed scores; and dk, dv, dq before a bulk copy stores them.
+
+    Products also read them flipped, a share of the columns for each warpgroup; no share ends inside a row of the swizzle.
+    """
+    share = 1 if by_keys else GROUPS
+    high = rows // 64
+    return (
+        _rows_in_shared(dtype, rows, head_dim, stages, head_dim // share),
+        _rows_in_shared(dtype, rows, head_dim_v, stages, head_dim_v // share),
+        _rows_in_shared(dtype, columns, head_dim, 1, head_dim * high // GROUPS),
+        _rows_in_shared(dtype, columns, head_dim_v, 1, head_dim_v),
+        _rows_in_shared(dtype, columns, rows, 2, rows),
+        _rows_in_shared(dtype, columns, head_dim, 1, head_dim // share),
+        _rows_in_shared(dtype, columns, head_dim_v, 1, head_dim_v // share),
+        _rows_in_shared(dtype, rows, head_dim, 1, head_dim * high // GROUPS),
+    )
+
+
+def _rows_in_shared(dtype, rows, width, stages, share):
+    """Rows of `width` 16-bit numbers, in the widest swizzle that divides `share`."""
+    kinds = warpgroup.SmemLayoutAtomKind
+    kind = kinds.K_SW128 if share % 64 == 0 else kinds.K_SW64
+    assert share % 32 == 0
+    return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), (rows, width, stages), order=(0, 1, 2))
+
+
+def flipped(x):
+    """Shared memory (rows, columns, stages) seen as (columns, rows, stages)."""
+    return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 0, 2]))
+
+
+# --- device side: products --------------------------------------------------------------------------------------------------------------
+
+
+@cute.jit
+def begin(product, out, left, left_stage, right, right_stage, is_first: cutlass.Constexpr):
+    """Start out = left · right, or += unless it is the first, with both operands in shared memory."""
+    warpgroup.fence()
+    atom = cute.make_mma_atom(product.op)
+    atom.set(warpgroup.Field.ACCUMULATE, not is_first)
+    for k in cutlass.range_constexpr(cute.size(left, mode=[2])):
+        cute.gemm(atom, out, left[None, None, k, left_stage], right[None, None, k, right_stage], out)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+
+
+@cute.jit
+def begin_from_registers(product, out, left, right, right_stage):
+    """Start out += left · right with the left operand in registers."""
+    warpgroup.fence()
+    atom = cute.make_mma_atom(product.op)
+    atom.set(warpgroup.Field.ACCUMULATE, True)
+    for k in cutlass.range_constexpr(cute.size(left, mode=[2])):
+        cute.gemm(atom, out, left[None, None, k], right[None, None, k, right_stage], out)
+    warpgroup.commit_group()
+
+
+def same_registers(fragment, shape):
+    """Another fragment of as many registers, in the same ones: ptxas would keep both, and spill."""
+    return cute.make_tensor(fragment.iterator, cute.make_rmem_tensor(shape, Float32).layout)
+
+
+@cute.jit
+def all_barrier():
+    """Waits for both computing warpgroups."""
+    cute.arch.barrier(barrier_id=ALL, number_of_threads=GROUPS * GROUP_THREADS)
+
+
+# --- device side: weights and gradients of scores ---------------------------------------------------------------------------------------
+
+
+@cute.jit
+def pair_of(sums, quad, n, which: cutlass.Constexpr, stage):
+    """lse in base 2 (0) or delta (1) of two neighbouring queries."""
+    both = sums[None, quad, n, which, stage].load()
+    return both[0], both[1]
+
+
+@cute.jit
+def block_of(numbers, stage):
+    """Which block of queries a stage holds: the same for all threads."""
+    return cute.arch.make_warp_uniform(numbers[stage].to(Int32))
+
+
+@cute.jit
+def pack_four(values, target, n: cutlass.Constexpr):
+    """Round four values, the two rows' neighbours, to a fragment's registers 4 n and following."""
+    for half in cutlass.range_constexpr(2):
+        pair = cute.make_tensor(values.iterator + 2 * half, 2).load()
+        cute.make_tensor(target.iterator + (4 * n + 2 * half), 2).store(pair.to(target.element_type))
+
+
+@cute.jit
+def score_gradients(weights, gradients, packed, sums, quad, group_blocks, stage):
+    """weights * (gradients - delta), rounded to `packed`.
+
+    Args:
+        weights: of each element, times the derivative of its score.
+        gradients: products of values and the output's gradients.
+        group_blocks: blocks of eight queries before the warpgroup's own.
+    """
+    for n in cutlass.range_constexpr(cute.size(weights) // 4):
+        delta = pair_of(sums, quad, n + group_blocks, 1, stage)
+        for half in cutlass.range_constexpr(2):
+            i = 4 * n + 2 * half
+            gradients[i] = weights[i] * (gradients[i] - delta[0])
+            gradients[i + 1] = weights[i + 1] * (gradients[i + 1] - delta[1])
+            pair = cute.make_tensor(gradients.iterator + i, 2).load()
+            cute.make_tensor(packed.iterator + i, 2).store(pair.to(packed.element_type))
+
+
+@cute.jit
+def is_seen(words, n: cutlass.Constexpr, half: cutlass.Constexpr, pair: cutlass.Constexpr):
+    """Whether the bit of a column is set, see `cute_tiles.columns_between`."""
+    number = 2 * (n % 16) + pair
+    bit = Int32(1 << number if number < 31 else -(1 << 31))
+    return (words[2 * (n // 16) + half] & bit) != 0
+
+
+@cute.jit
+def store_scores(product, packed, fragment, shared, stage, thread):
+    """A packed fragment of transposed scores into a stage of shared memory; `fragment` has the layout of its registers."""
+    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), packed.element_type)
+    copy = cute.make_tiled_copy_C(atom, product).get_slice(thread)
+    target = copy.partition_D(shared[None, None, stage])
+    cute.copy(copy, copy.retile(cute.make_tensor(packed.iterator, fragment.layout)), target)
+
+
+@cute.jit
+def publish_shared():
+    """What this thread wrote to shared memory is there for products and bulk copies that start after a barrier."""
+    cute.arch.fence_proxy("async.shared", space="cta")
+
+
+# --- device side: bulk copies of numbers in a row ---------------------------------------------------------------------------------------
+
+
+@cute.jit
+def load_sums(source, target, count: cutlass.Constexpr, barrier):
+    """`count` float32 numbers from global to shared memory; a whole warp calls, one thread copies."""
+    with cute.arch.elect_one():
+        cute.arch.inline_ptx(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+            read_only_args=[target.toint(), source.toint(), Int32(4 * count), barrier.toint()],
+        )
+
+
+@cute.jit
+def add_floats(source, target, count: cutlass.Constexpr):
+    """Add `count` float32 numbers in shared memory to those in global memory; returns when shared memory has been read."""
+    with cute.arch.elect_one():
+        cute.arch.inline_ptx(
+            "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+            read_only_args=[target.toint(), source.toint(), Int32(4 * count)],
+        )
+        cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def fill_part(buffer, part, group, size: cutlass.Constexpr, thread):
+    """A warpgroup's fragment into its part of the buffer once that is empty: registers in fours, those of 128 threads in a row."""
+    cute.arch.barrier(barrier_id=EMPTY + group, number_of_threads=WARP_TOO)
+    fours = cute.size(part) // 4
+    target = cute.make_tensor(
+        buffer.iterator + (group * size + (thread % GROUP_THREADS) * 4), cute.make_layout((4, fours), stride=(1, 512))
+    )
+    cute.autovec_copy(cute.make_tensor(part.iterator, cute.make_layout((4, fours))), target)
+    publish_shared()
+    cute.arch.barrier_arrive(barrier_id=FULL + group, number_of_threads=WARP_TOO)
+
+
+@cute.jit
+def empty_part(group):
+    """The buffer's part is empty; the adding warp says so before the first step."""
+    cute.arch.barrier_arrive(barrier_id=EMPTY + group, number_of_threads=WARP_TOO)
+
+
+@cute.jit
+def add_part(buffer, target, group, size: cutlass.Constexpr):
+    """Adds a warpgroup's part to the sums in global memory once it is there; for the adding warp."""
+    cute.arch.barrier(barrier_id=FULL + group, number_of_threads=WARP_TOO)
+    add_floats(buffer.iterator + group * size, target + group * size, size)
+    cute.arch.barrier_arrive(barrier_id=EMPTY + group, number_of_threads=WARP_TOO)
+
+
+@cute.jit
+def read_part(sums, tile, part, group, size: cutlass.Constexpr, thread):
+    """What `fill_part` laid out for a warpgroup, from global memory."""
+    fours = cute.size(part) // 4
+    first = cute.assume(Int64(tile) * (GROUPS * size) + (group * size + (thread % GROUP_THREADS) * 4), divby=4)
+    found = cute.make_tensor(sums.iterator + first, cute.make_layout((4, fours), stride=(1, 512)))
+    cute.autovec_copy(found, cute.make_tensor(part.iterator, cute.make_layout((4, fours))))
+
+
+# --- device side: results -----------------------------------------------------------------------------------------------------------------
+
+
+@cute.jit
+def stage_rows(product, fragment, factor, shared, thread, dtype: cutlass.Constexpr):
+    """Both warpgroups' fragments times a factor, as 16-bit numbers, into shared memory (rows, columns), where a bulk copy can read them."""
+    rounded = cute.make_rmem_tensor(fragment.layout, dtype)
+    for i in cutlass.range_constexpr(cute.size(fragment) // 2):
+        pair = cute.make_tensor(fragment.iterator + 2 * i, 2).load() * factor
+        cute.make_tensor(rounded.iterator + 2 * i, 2).store(pair.to(dtype))
+    copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype), product).get_slice(thread)
+    cute.copy(copy, copy.retile(rounded), copy.partition_D(shared))
+    publish_shared()
+
+
+@cute.jit
+def row_product(x, y, batch, head, row, part, parts: cutlass.Constexpr, dim: cutlass.Constexpr):
+    """Sum over a thread's eighths of x * y in one row of tensors [batch, heads, tokens, dim], `parts` threads a row."""
+    total = Float32(0.0)
+    for step in cutlass.range_constexpr((dim // 8 + parts - 1) // parts):
+        piece = part + step * parts
+        if piece < dim // 8:
+            left = cute.local_tile(x[batch, head, row, None], (8,), (piece,)).load().to(Float32)
+            right = cute.local_tile(y[batch, head, row, None], (8,), (piece,)).load().to(Float32)
+            total = total + (left * right).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+    return cute.arch.warp_reduction_sum(total, threads_in_group=parts)
+
+
+def recast_buffer(buffer, layout, dtype):
+    """A buffer's memory with the layout of a result that is stored from it."""
+    return cute.make_tensor(cute.recast_ptr(buffer.iterator, layout.inner, dtype=dtype), cute.select(layout.outer, mode=[0, 1]))

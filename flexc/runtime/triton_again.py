@@ -1,0 +1,230 @@
+"""Make a launch of a generated Triton module again, with other tensors of the same sizes, strides and alignment.
+
+A generated `forward` describes its tensors to Triton at each call, and Triton looks at every argument to find the binary: 20 µs of Python
+for what is the same each time. `record` runs it once and watches the launch. The result is a function, printed for this one launch, that
+allocates the results, fills in the pointers, and calls what Triton would have called in the end. Whoever keeps it must ask for equal sizes,
+strides, dtypes and 16-byte alignment of the inputs; of captured tensors, run-time numbers and the block map it looks itself.
+
+It knows Triton's launcher as it is in 3.6; with another one, or with hooks on launches, calls go through Triton.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+Results = tuple[Tensor, ...]
+Again = Callable[..., Results | None]  # (q, k, v, scale, tensors, scalars, walk) → results; None: this call is another one
+
+_POINTERS_AT_HAND = 64  # encoded descriptors of one tensor: allocators give the same few addresses again and again
+
+
+def record(
+    module: ModuleType, q: Tensor, k: Tensor, v: Tensor, scale: float, tensors: Sequence[Tensor], scalars: tuple, walk: Any
+) -> tuple[Results, Again | None]:
+    """The module's forward pass, and the function that launches it again if that can be: not where it launches nothing, or twice."""
+    watcher = _Watcher(module.forward_kernel)
+    # The same function over names of its own: other threads go on calling the module's.
+    kept = module.forward
+    forward = types.FunctionType(kept.__code__, {**vars(module), "forward_kernel": watcher}, None, kept.__defaults__, kept.__closure__)
+    results = forward(q, k, v, scale, tensors, scalars, walk)
+    if len(watcher.launches) != 1:
+        return results, None
+    return results, _again(watcher, results, q, k, v, tensors, scalars, walk)
+
+
+class _Watcher:
+    """Stands for a kernel and notes what it is launched with."""
+
+    def __init__(self, kernel: Any):
+        self.kernel = kernel
+        self.launches: list[tuple[tuple[int, ...], tuple, Any]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def launch(*arguments: Any, **options: Any) -> None:
+            self.launches.append((grid, arguments, self.kernel[grid](*arguments, **options)))
+
+        return launch
+
+
+class _OtherLauncher(Exception):
+    """Not the launcher that this file knows, or an argument that it does not."""
+
+
+def _again(watcher: _Watcher, results: Results, *inputs: Any) -> Again | None:
+    (grid, arguments, binary), function = watcher.launches[0], watcher.kernel
+    try:
+        return _Printer(function, binary, grid, arguments, results, *inputs).function()
+    except _OtherLauncher:
+        return None
+
+
+class _Printer:
+    """Prints one launch as a Python function."""
+
+    def __init__(
+        self,
+        kernel: Any,
+        binary: Any,
+        grid: tuple[int, ...],
+        arguments: tuple,
+        results: Results,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tensors: Sequence[Tensor],
+        scalars: tuple,
+        walk: Any,
+    ):
+        from triton import knobs
+        from triton import runtime as triton_runtime
+
+        driver: Any = triton_runtime.driver
+        self.names, self.arguments, self.scalars = kernel.arg_names, arguments, scalars
+        launch, metas = _launcher_of(binary)
+        self.metas = iter(metas)
+        self.lines: list[str] = []
+        self.known: dict[str, Any] = {
+            "empty": torch.empty,
+            "float32": torch.float32,
+            "runtime": knobs.runtime,
+            "enter": knobs.runtime.launch_enter_hook,
+            "leave": knobs.runtime.launch_exit_hook,
+            "stream_of": driver.active.get_current_stream,
+            "launch": launch,
+            "function": binary.function,
+            "metadata": binary.packed_metadata,
+            "cooperative": binary.run.launch_cooperative_grid,
+            "pdl": binary.run.launch_pdl,
+            "device": q.device,
+        }
+        self.grid = (*grid, 1, 1)[:3]
+        self.index = q.device.index
+        self.paths = {id(x): name for name, x in (("q", q), ("k", k), ("v", v))}
+        self.paths |= {id(x): f"tensors[{slot}]" for slot, x in enumerate(tensors)}
+        if walk is not None:
+            self.paths |= {id(getattr(walk, name)): f"walk.{name}" for name in ("rows", "partial", "full", "order")}
+        self.results = [self._result(place, result, q) for place, result in enumerate(results)]
+        self._check(tensors, walk)
+
+    def _result(self, place: int, result: Tensor, q: Tensor) -> str:
+        """How a result is allocated."""
+        if not result.is_contiguous() or not any(result is argument for argument in self.arguments) or id(result) in self.paths:
+            raise _OtherLauncher
+        self.paths[id(result)] = f"result{place}"
+        if result.dtype == q.dtype:
+            return f"q.new_empty({tuple(result.shape)})"
+        if result.dtype != torch.float32:
+            raise _OtherLauncher
+        return f"empty({tuple(result.shape)}, dtype=float32, device=device)"
+
+    def _check(self, tensors: Sequence[Tensor], walk: Any) -> None:
+        """Lines that return None where the binary or the literal arguments are not for this call."""
+        tests = []
+        for name, hook in (("launch_enter_hook", "enter"), ("launch_exit_hook", "leave")):
+            tests.append(f"runtime.{name} is not {hook}" + ("" if self.known[hook] is None else f" or {hook}.calls"))
+        for slot, tensor in enumerate(tensors):
+            name = f"tensors[{slot}]"
+            self.known[f"dtype{slot}"] = tensor.dtype
+            tests.append(f"{name}.shape != {tuple(tensor.shape)} or {name}.stride() != {tensor.stride()}")
+            tests.append(f"{name}.dtype is not dtype{slot} or ({name}.data_ptr() % 16 == 0) is not {tensor.data_ptr() % 16 == 0}")
+        for slot, number in enumerate(self.scalars):
+            if type(number) is int and -(2**31) <= number < 2**31:
+                tests.append(f"scalars[{slot}].__class__ is not int or not {-(2**31)} <= scalars[{slot}] < {2**31}")
+            elif type(number) is float:
+                tests.append(f"scalars[{slot}].__class__ is not float")
+            else:
+                raise _OtherLauncher
+        if walk is not None:
+            tests.append(f"walk.rows.shape != {tuple(walk.rows.shape)}")
+            for name in ("rows", "partial", "full", "order"):
+                tests.append(f"(walk.{name}.data_ptr() % 16 == 0) is not {getattr(walk, name).data_ptr() % 16 == 0}")
+        self.lines += [f"if {test}: return None" for test in tests]
+
+    def function(self) -> Again:
+        """The function, compiled."""
+        self.lines += [f"result{place} = {text}" for place, text in enumerate(self.results)]
+        printed = [text for name, argument in zip(self.names, self.arguments, strict=True) for text in self._argument(name, argument)]
+        grid = ", ".join(map(str, self.grid))
+        fixed = f"{grid}, stream_of({self.index}), function, cooperative, pdl, None, None, metadata, None, None, None"
+        self.lines.append(f"launch({fixed}, {', '.join(printed)})")
+        self.lines.append("return " + ", ".join(f"result{place}" for place in range(len(self.results))))
+        body = "\n    ".join(self.lines)
+        exec(compile(f"def again(q, k, v, scale, tensors, scalars, walk):\n    {body}\n", "<launch>", "exec"), self.known)
+        return self.known["again"]
+
+    def _argument(self, name: str, argument: Any) -> list[str]:
+        if isinstance(argument, Tensor):
+            return [f"{self._path(argument)}.data_ptr()"]
+        if hasattr(argument, "base"):
+            return self._descriptor(argument)
+        if name == "scale":
+            return ["scale"]
+        if name in self._scalar_names():
+            return [f"scalars[{self._scalar_names().index(name)}]"]
+        if type(argument) is not int and type(argument) is not bool:
+            raise _OtherLauncher
+        return [repr(argument)]
+
+    def _scalar_names(self) -> tuple[str, ...]:
+        """The arguments that run-time numbers go to: they stand before those of the map, or before the scale."""
+        end = self.names.index("map_ptr") if "map_ptr" in self.names else self.names.index("scale")
+        return tuple(self.names[end - len(self.scalars) : end])
+
+    def _path(self, tensor: Tensor) -> str:
+        path = self.paths.get(id(tensor))
+        if path is None:
+            raise _OtherLauncher
+        return path
+
+    def _descriptor(self, argument: Any) -> list[str]:
+        """A bulk-copy descriptor: encoded anew where the tensor is at an address not met lately."""
+        name = f"encoded{len(self.known)}"
+        self.known[name] = _Encoded(argument, next(self.metas, None))
+        return [f"{name}[{self._path(argument.base)}.data_ptr()]", *map(str, argument.shape), *map(str, argument.strides)]
+
+
+class _Encoded(dict):
+    """Address → encoded descriptor."""
+
+    def __init__(self, descriptor: Any, meta: Any):
+        from triton import runtime as triton_runtime
+        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+        driver: Any = triton_runtime.driver
+        super().__init__()
+        if meta is None or meta["fp4_padded"]:
+            raise _OtherLauncher
+        padding = 1 if descriptor.padding == "nan" else 0
+        kinds = meta["swizzle"], meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], meta["block_size"]
+        encode, shape, strides = driver.active.utils.fill_tma_descriptor, list(descriptor.shape), list(descriptor.strides)
+        self._encode = lambda address: encode(address, *kinds, shape, strides, padding)
+
+    def __missing__(self, address: int) -> Any:
+        if len(self) >= _POINTERS_AT_HAND:
+            self.clear()
+        made = self[address] = self._encode(address)
+        return made
+
+
+def _launcher_of(binary: Any) -> tuple[Callable[..., Any], Sequence[Any]]:
+    """The function in C that launches a binary, and what it knows of each descriptor."""
+    run: Any = getattr(binary, "run", None)
+    needs = ("launch", "global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
+    if type(run).__name__ != "CudaLauncher" or not all(hasattr(run, name) for name in needs):
+        raise _OtherLauncher
+    if run.global_scratch_size or run.profile_scratch_size:
+        raise _OtherLauncher
+    launch = run.launch
+    if not isinstance(launch, types.FunctionType):
+        return launch, ()
+    # With descriptors, Triton's `inner` encodes them in Python around the same function.
+    inside = dict(zip(launch.__code__.co_freevars, launch.__closure__ or ()))
+    if not {"launcher", "tensordesc_meta"} <= set(inside):
+        raise _OtherLauncher
+    return inside["launcher"].cell_contents, inside["tensordesc_meta"].cell_contents
