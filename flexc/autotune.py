@@ -1,9 +1,9 @@
 """`autotune=True`: time the plausible tiles of each kernel, alone, on the real shapes and block structure, and keep the fastest.
 
-Which tiles are plausible the model of resources says (`codegen.triton.tiles`); one that the compiler or the device refuses all the same is
-skipped and counted. `kernel.reason` tells what was timed, left out and refused. Winners are kept in memory and in the disk cache, by
-everything that can change them: graph, target, head dims, dtype, ratio of heads, lengths by powers of two, share of blocks visited in
-tenths, versions.
+Which tiles are plausible the model of resources says (`codegen.triton.tiles`), or the table in `codegen.cute.plan`; one that the compiler
+or the device refuses all the same is skipped and counted. `kernel.reason` tells what was timed, left out and refused. Winners are kept in
+memory and in the disk cache, by everything that can change them: graph, target, head dims, dtype, ratio of heads, lengths by powers of two,
+share of blocks visited in tenths, versions.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 from flexc import backends, pipeline, settings
 from flexc.backends import Options
+from flexc.codegen import cute as cute_codegen
 from flexc.codegen.triton import Tile, candidates, known_tiles
 from flexc.errors import FlexcError, ToolchainError
 from flexc.launch import MAPS, Launch
@@ -32,7 +33,41 @@ Timer = Callable[[Launch, str], float]  # milliseconds of one kernel of a launch
 
 KERNELS = ("forward", "dq", "dkv")
 _tuned: WeakKeyDictionary[Artifact, dict[tuple[int, ...], tuple[Artifact, Options]]] = WeakKeyDictionary()
+_first_tenths: WeakKeyDictionary[Artifact, dict[tuple[int, ...], int]] = WeakKeyDictionary()
 _visited_tenths: WeakKeyDictionary[BlockMap, int] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Space:
+    """The tiles of one kernel that may be the fastest.
+
+    Attributes:
+        kernel: as the options name its tile.
+        tiles: best guess first; left_out: how many the model of resources ruled out before they were compiled.
+        kind: their class.
+    """
+
+    kernel: str
+    tiles: tuple[Any, ...]
+    left_out: int
+    kind: type
+
+
+def spaces(launch: Launch) -> list[Space]:
+    """What there is to choose, kernel by kernel."""
+    artifact, shapes = launch.artifact, launch.shapes
+    target = artifact.target
+    if artifact.backend.name == "triton":
+        sizes = (target, shapes.dtype_name, shapes.head_dim, shapes.head_dim_v, launch.options.precision)
+        listed = {kernel: tuple(candidates(kernel, *sizes)) for kernel in KERNELS}
+        return [Space(k, tiles, known_tiles(k, target, shapes.dtype_name) - len(tiles), Tile) for k, tiles in listed.items()]
+    plan, backward = artifact.plan, artifact.for_backward(shapes, launch.options)
+    tiles = cute_codegen.candidates(artifact.lowered, target, plan.padded_dim, plan.padded_dim_v)
+    found = [Space("forward", tuple(tiles), 0, cute_codegen.Tile)]
+    if backward.backend.name == "cute":
+        tiles = cute_codegen.backward_candidates(target, backward.plan.padded_dim, backward.plan.padded_dim_v)
+        found.append(Space("backward", tuple(tiles), 0, cute_codegen.BackwardTile))
+    return found
 
 
 @dataclass(frozen=True)
@@ -40,19 +75,19 @@ class Search:
     """What was found for one kernel.
 
     Attributes:
-        kernel: "forward", "dq" or "dkv".
+        kernel: "forward", "dq" or "dkv" of triton, "forward" or "backward" of cute.
         times: of each tile that ran, in milliseconds.
         refused: tiles that the compiler or the device refused, and what it said.
         left_out: tiles that the model of resources ruled out before they were compiled.
     """
 
     kernel: str
-    times: tuple[tuple[Tile, float], ...]
-    refused: tuple[tuple[Tile, str], ...]
+    times: tuple[tuple[Any, float], ...]
+    refused: tuple[tuple[Any, str], ...]
     left_out: int
 
     @property
-    def best(self) -> Tile:
+    def best(self) -> Any:
         """The fastest."""
         return min(self.times, key=lambda pair: pair[1])[0]
 
@@ -63,7 +98,7 @@ class Search:
 
 def tuned(launch: Launch, trace: Any, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor]) -> Launch:
     """The launch with the fastest tiles; the same launch where there is nothing to choose (the CPU, the interpreter, no pairs)."""
-    if launch.artifact.backend is not backends.TRITON or q.device.type != "cuda":
+    if launch.artifact.backend not in (backends.TRITON, backends.HOPPER, backends.CUTE) or q.device.type != "cuda":
         return launch
     if launch.has_no_pairs:
         return launch
@@ -87,9 +122,10 @@ def _searched(launch: Launch, trace: Any, sizes: tuple[int, ...], timer: Callabl
     key = key_of(kind="autotune", artifact=launch.artifact.key, sizes=sizes)
     entry = store.get(key)
     if entry is not None:
-        return [_from_json(saved) for saved in entry.meta["searches"]]
+        kinds = {space.kernel: space.kind for space in spaces(launch)}
+        return [_from_json(saved, kinds[saved["kernel"]]) for saved in entry.meta["searches"]]
     time = timer()
-    found = [search(launch, trace, kernel, time) for kernel in KERNELS]
+    found = [search(launch, trace, space.kernel, time) for space in spaces(launch)]
     store.put(key, {}, {"searches": [dataclasses.asdict(s) for s in found]})
     return found
 
@@ -100,11 +136,10 @@ def search(launch: Launch, trace: Any, kernel: str, time: Timer) -> Search:
     Raises:
         ToolchainError: every tile is refused; says why, for each.
     """
-    shapes, target = launch.shapes, launch.artifact.target
-    choices = candidates(kernel, target, shapes.dtype_name, shapes.head_dim, shapes.head_dim_v, launch.options.precision)
-    times: list[tuple[Tile, float]] = []
-    refused: list[tuple[Tile, str]] = []
-    for tile in choices:
+    space = next(space for space in spaces(launch) if space.kernel == kernel)
+    times: list[tuple[Any, float]] = []
+    refused: list[tuple[Any, str]] = []
+    for tile in space.tiles:
         try:
             times.append((tile, time(with_tiles(launch, trace, {kernel: tile}), kernel)))
         except Exception as error:
@@ -113,11 +148,12 @@ def search(launch: Launch, trace: Any, kernel: str, time: Timer) -> Search:
             refused.append((tile, _first_line(error)))
     if not times:
         reasons = "".join(f"\n  {tile}: {reason}" for tile, reason in refused)
-        raise ToolchainError(f"no tile of the {kernel} kernel of {launch.title} compiles for {target.arch}, of {len(choices)}:{reasons}")
-    return Search(kernel, tuple(times), tuple(refused), known_tiles(kernel, target, shapes.dtype_name) - len(choices))
+        arch = launch.artifact.target.arch
+        raise ToolchainError(f"no tile of the {kernel} kernel of {launch.title} compiles for {arch}, of {len(space.tiles)}:{reasons}")
+    return Search(kernel, tuple(times), tuple(refused), space.left_out)
 
 
-def with_tiles(launch: Launch, trace: Any, tiles: dict[str, Tile], tuning: str = "") -> Launch:
+def with_tiles(launch: Launch, trace: Any, tiles: dict[str, Any], tuning: str = "") -> Launch:
     """The launch with other tiles; `tuning` becomes part of the reason."""
     artifact = launch.artifact
     options = dataclasses.replace(launch.options, tiles=tuple(sorted(tiles.items())))
@@ -127,11 +163,13 @@ def with_tiles(launch: Launch, trace: Any, tiles: dict[str, Tile], tuning: str =
 
 
 def alone(launch: Launch, kernel: str) -> Launch:
-    """The launch with a module of its own, in which the other main kernels do nothing, and are not compiled.
+    """The launch with a module of its own, in which the other main kernels do nothing, and are not compiled; cute's are alone as they are.
 
     The row sums, which both kernels of the backward pass read, still run: they cost little, and the same beside every tile.
     """
     artifact = launch.artifact
+    if artifact.backend.name != "triton":
+        return launch
     module = artifact.fresh_module()
     for other in set(KERNELS) - {kernel}:
         setattr(module, f"{other}_kernel", _Skipped())
@@ -173,20 +211,28 @@ def _sizes(launch: Launch, tensors: Sequence[Tensor], device: torch.device) -> t
     """What of a call's sizes decides the winner: lengths by powers of two, and the share of blocks visited, in tenths."""
     shapes = launch.shapes
     block = launch.artifact.map_blocks.get("forward")
-    visited = 10 if block is None else _tenths(MAPS.blocks(launch, block, tensors, device))
-    return *(math.ceil(math.log2(n)) for n in (shapes.q_len, shapes.kv_len, shapes.batch * shapes.heads_q)), visited
+    lengths = tuple(math.ceil(math.log2(n)) for n in (shapes.q_len, shapes.kv_len, shapes.batch * shapes.heads_q))
+    if block is None:
+        return *lengths, 10
+    if device.type != "cuda":
+        return *lengths, _tenths(MAPS.blocks(launch, block, tensors, device))
+    # Counting waits for the device: what the first call of these lengths saw decides for those whose captured tensors change.
+    known = _first_tenths.setdefault(launch.artifact, {})
+    if lengths not in known:
+        known[lengths] = _tenths(MAPS.blocks(launch, block, tensors, device))
+    return *lengths, known[lengths]
 
 
 def _tenths(blocks: BlockMap) -> int:
-    """Counted once for each map: counting waits for the device."""
+    """Counted once for each map."""
     if blocks not in _visited_tenths:
         _visited_tenths[blocks] = round(10 * blocks.visited_share())
     return _visited_tenths[blocks]
 
 
-def _from_json(saved: dict[str, Any]) -> Search:
+def _from_json(saved: dict[str, Any], kind: type) -> Search:
     def pairs(listed: Any) -> tuple:
-        return tuple((Tile(**tile), value) for tile, value in listed)
+        return tuple((kind(**tile), value) for tile, value in listed)
 
     return Search(saved["kernel"], pairs(saved["times"]), pairs(saved["refused"]), saved["left_out"])
 

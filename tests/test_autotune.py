@@ -185,6 +185,26 @@ def test_nothing_is_chosen_where_there_is_no_gpu():
     assert autotune.tuned(launch, trace, q, k, v, ()) is launch
 
 
+@pytest.mark.parametrize("backend", [backends.HOPPER, backends.CUTE], ids=["auto", "cute"])
+def test_tiles_of_cute_kernels_are_searched_and_kept_too(backend, cache):
+    trace, binding = frontend.trace(None, flexc.masks.causal)
+    shapes = dataclasses.replace(SHAPES, head_dim=128, head_dim_v=128)
+    artifact = pipeline.artifact_for(trace, shapes, HOPPER, backend, f"{backend is backends.CUTE}", Options(), "attention")
+    launch = Launch(artifact, shapes, 0.125, binding.scalars, Options(), "attention")
+    forward, backward = autotune.spaces(launch)
+    assert (forward.kernel, backward.kernel) == ("forward", "backward") and len(forward.tiles) > 1
+
+    def last_is_best(trial, kernel):
+        space = next(space for space in (forward, backward) if space.kernel == kernel)
+        return -float(space.tiles.index(dict(trial.options.tiles)[kernel]))
+
+    winner = chosen(launch, trace, (), CPU, lambda: last_is_best)
+    assert winner.artifact.plan.forward == forward.tiles[-1] != artifact.plan.forward and winner.artifact.backend is backend
+    assert winner.artifact.for_backward(shapes, winner.options).plan.backward == backward.tiles[-1]
+    autotune._tuned.clear()
+    assert chosen(launch, trace, (), CPU, lambda: pytest.fail("timed again")).artifact is winner.artifact
+
+
 # --- one kernel alone ----------------------------------------------------------------------------------------------------------------
 
 
@@ -229,3 +249,20 @@ def test_autotune_on_a_gpu():
     torch.testing.assert_close(kernel(q, k, v), plain(q, k, v), rtol=1e-2, atol=1e-2)
     for name in ("forward", "dq", "dkv"):
         assert f"{name} {getattr(kernel.plan, name)} (" in kernel.reason
+
+
+def test_on_a_gpu_blocks_are_counted_once_for_all_contents_of_a_mask(monkeypatch):
+    """Counting waits for the device: later calls of the same lengths take what the first one saw."""
+    counted = []
+
+    class Counting:
+        def blocks(self, launch, block, tensors, device):
+            counted.append(launch.shapes.q_len)
+            return flexc.block_map(flexc.masks.causal, launch.shapes.q_len, launch.shapes.kv_len, block=block)
+
+    monkeypatch.setattr(autotune, "MAPS", Counting())
+    autotune._first_tenths.clear()
+    launch, _ = launched()
+    longer = dataclasses.replace(launch, shapes=dataclasses.replace(SHAPES, q_len=5000, kv_len=5000))
+    sizes = [autotune._sizes(each, (), torch.device("cuda")) for each in (launch, launch, longer, longer, launch)]
+    assert counted == [300, 5000] and sizes[0] == sizes[1] == sizes[4] != sizes[2] == sizes[3]
