@@ -303,7 +303,8 @@ def exp2(x):
 
 @cute.jit
 def exp2_polynomial(x):
-    """2^x for |x| <= 125 by multiply-adds: relative error 7.5e-5, well below the rounding of weights to 16 bits."""
+    """2^x for |x| <= 125 by multiply-adds: relative error 7.5e-5, well below the rounding of weights to 16 bits. Of NaN the largest number,
+    which is infinite in 16 bits: a row with NaN stays visible."""
     shifted = x + Float32(12582912.0)  # 1.5 * 2^23: the last bits become the nearest integer
     rest = x - (shifted - Float32(12582912.0))
     value = ((rest * Float32(0.05517166) + Float32(0.24261118)) * rest + Float32(0.69326099)) * rest + Float32(0.99992807)
@@ -323,14 +324,19 @@ def row_maximum(scores, half: cutlass.Constexpr):
 
 
 @cute.jit
-def weigh(scores, half: cutlass.Constexpr, outer, shift, polynomial: cutlass.Constexpr):
-    """scores = 2^(scores * outer - shift) in one row; returns their sum. `polynomial` of each eight avoid the special-function unit."""
+def weigh(scores, half: cutlass.Constexpr, outer, shift, polynomial: cutlass.Constexpr, is_bounded: cutlass.Constexpr):
+    """scores = 2^(scores * outer - shift) in one row; returns their sum. `polynomial` of each eight avoid the special-function unit.
+
+    is_bounded: no exponent leaves the polynomial's range; otherwise those below it count as its end, a weight that rounds to nothing.
+    """
     sums = [Float32(0.0)] * 4
     for n in cutlass.range_constexpr(cute.size(scores) // 4):
         for pair in cutlass.range_constexpr(2):
             i = 4 * n + 2 * half + pair
             exponent = scores[i] * outer - shift
             if const_expr((2 * n + pair) % 8 < polynomial):
+                if const_expr(not is_bounded):
+                    exponent = maximum(exponent, Float32(-125.0))
                 scores[i] = exp2_polynomial(exponent)
             else:
                 scores[i] = exp2(exponent)
@@ -340,7 +346,7 @@ def weigh(scores, half: cutlass.Constexpr, outer, shift, polynomial: cutlass.Con
 
 
 @cute.jit
-def softmax_step(scores, shifts, maximum, total, correction, outer, may_be_empty: cutlass.Constexpr):
+def softmax_step(scores, shifts, maximum, total, correction, outer, may_be_empty: cutlass.Constexpr, polynomial: cutlass.Constexpr):
     """Online softmax of one block, arXiv:1805.02867: scores become weights relative to the new maximum.
 
     Args:
@@ -349,6 +355,7 @@ def softmax_step(scores, shifts, maximum, total, correction, outer, may_be_empty
         maximum, total, correction: two values each, of the thread's two rows: the largest score so far (before `outer`), the thread's part
             of the sum of weights, and by what earlier weights shrink.
         may_be_empty: a row may have had no score but -inf so far; its weights are then 2^-inf, not 2^(-inf + inf).
+        polynomial: as of `weigh`; no score may then be -inf.
     """
     for half in cutlass.range_constexpr(2):
         largest = row_maximum(scores, half)
@@ -363,14 +370,14 @@ def softmax_step(scores, shifts, maximum, total, correction, outer, may_be_empty
         maximum[half] = largest
         if const_expr(shifts is not None):
             safe = safe - shifts[half]
-        total[half] = total[half] * correction[half] + weigh(scores, half, outer, safe * outer, 0)
+        total[half] = total[half] * correction[half] + weigh(scores, half, outer, safe * outer, polynomial, False)
 
 
 @cute.jit
 def bounded_softmax_step(scores, total, outer, shift: cutlass.Constexpr, polynomial: cutlass.Constexpr):
     """Softmax of one block whose scores are proved to lie near `shift`: no maximum is needed, and earlier weights never shrink."""
     for half in cutlass.range_constexpr(2):
-        total[half] = total[half] + weigh(scores, half, outer, Float32(shift), polynomial)
+        total[half] = total[half] + weigh(scores, half, outer, Float32(shift), polynomial, True)
 
 
 @cute.jit

@@ -208,7 +208,8 @@ def make_plan(
     wide, wide_v = padded(head_dim), padded(head_dim_v)
     exact = precision == "exact"
     approximate = not exact and dtype == "bfloat16"
-    column_bytes = print_kernel(graph, approximate=approximate, exact=exact).column_bytes
+    kernel = print_kernel(graph, approximate=approximate, exact=exact)
+    column_bytes = kernel.column_bytes
     if tile is None:
         fitting = candidates(graph, target, wide, wide_v)
         if not fitting:
@@ -235,7 +236,7 @@ def make_plan(
         walk="dense" if graph.mask is None else "runs",
         out_buffer=out_buffer,
         shift=shift,
-        polynomial=2 if shift is not None and _costs_special_functions(graph) else 0,
+        polynomial=0 if exact else _polynomial(graph, kernel.modifies, shift, max(wide, wide_v)),
         bulk=bulk and head_dim % 8 == head_dim_v % 8 == 0,
         approximate=approximate,
         exact=exact,
@@ -267,6 +268,13 @@ def shift_of(graph: Graph, dtype: str) -> float | None:
     low, high = float(found.lo.min()) * factor, float(found.hi.max()) * factor
     # NaN reaches the result as it would with a maximum, so bounds may leave it open.
     return (low + high) / 2 if high - low <= 2 * _WIDEST_RANGE[dtype] else None
+
+
+def _polynomial(graph: Graph, modifies: bool, shift: float | None, padded_dim: int) -> int:
+    """Of every eight weights how many multiply-adds compute: where the special-function unit has more to do than the matrix products hide."""
+    if shift is not None:
+        return 2 if _costs_special_functions(graph) else 0
+    return 1 if not modifies and padded_dim <= 64 else 0
 
 
 def _costs_special_functions(graph: Graph) -> bool:
