@@ -271,7 +271,7 @@ def shift_of(graph: Graph, dtype: str) -> float | None:
 
 
 def _polynomial(graph: Graph, modifies: bool, shift: float | None, padded_dim: int) -> int:
-    """Of every eight weights how many multiply-adds compute: where the special-function unit has more to do than the matrix products hide."""
+    """Of every eight weights how many multiply-adds compute, where the special-function unit has more to do than products hide."""
     if shift is not None:
         return 2 if _costs_special_functions(graph) else 0
     return 1 if not modifies and padded_dim <= 64 else 0
