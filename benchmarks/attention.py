@@ -35,7 +35,7 @@ def make_case(name: str, shape: Shape, dtype: torch.dtype, device: torch.device)
     q, k, v = normal(shape.Hq, shape.Sq, shape.D), normal(shape.Hkv, shape.Skv, shape.D), normal(shape.Hkv, shape.Skv, shape.Dv)
     dout = normal(shape.Hq, shape.Sq, shape.Dv)
     inputs = (x.requires_grad_() for x in (q, k, v))
-    return Case(shape, pattern(name, shape.Sq, shape.Skv, device), *inputs, dout)
+    return Case(shape, pattern(name, shape.Sq, shape.Skv, device, shape.Hq), *inputs, dout)
 
 
 def prepare(case: Case, names: Sequence[str], report: Callable[[str], None]) -> dict[str, Prepared]:

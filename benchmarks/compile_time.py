@@ -61,7 +61,7 @@ def child(name: str, backend: str, shape: Shape, device: torch.device) -> dict[s
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     sizes = [(shape.Hq, shape.Sq, shape.D), (shape.Hkv, shape.Skv, shape.D), (shape.Hkv, shape.Skv, shape.Dv)]
     q, k, v = (torch.randn(shape.B, *size, device=device, dtype=dtype, requires_grad=True) for size in sizes)
-    variant = pattern(name, shape.Sq, shape.Skv, device)
+    variant = pattern(name, shape.Sq, shape.Skv, device, shape.Hq)
     small = torch.randn(64, 64, device=device, dtype=dtype, requires_grad=True)
     (small @ small).sum().backward()
     wait(device)

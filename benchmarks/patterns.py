@@ -8,16 +8,21 @@ from dataclasses import dataclass
 import torch
 
 WINDOW, DOCUMENTS, PREFIX, CAP = 1024, 8, 2048, 20.0
+DISTANCES = 1024  # of the relative bias; beyond, the last one
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """score_mod and mask_mod, written so that flexc and FlexAttention both take them; None where there is none."""
+    """score_mod and mask_mod, written so that flexc and FlexAttention both take them; None where there is none.
+
+    `learned`: captured tensors whose gradients belong to the backward pass.
+    """
 
     name: str
     score_mod: Callable | None
     mask_mod: Callable | None
     pairs: int  # unmasked (query, key) pairs of one head
+    learned: tuple[torch.Tensor, ...] = ()
 
 
 def document_ids(length: int) -> torch.Tensor:
@@ -36,7 +41,7 @@ def pairs(name: str, q_len: int, kv_len: int) -> int:
     seen = torch.clamp(rows + 1, max=kv_len)  # keys with kv_idx <= q_idx
     if name == "full":
         return q_len * kv_len
-    if name in ("causal", "alibi_causal", "softcap_causal"):
+    if name in ("causal", "alibi_causal", "softcap_causal", "relative_causal"):
         return int(seen.sum())
     if name == "sliding":
         first = torch.clamp(rows - WINDOW, min=0, max=kv_len)
@@ -77,11 +82,22 @@ def soft_cap(score, batch, head, q_idx, kv_idx):
     return CAP * torch.tanh(score / CAP)
 
 
-NAMES = ("full", "causal", "sliding", "document", "prefix", "alibi_causal", "softcap_causal")
+def relative_bias(table: torch.Tensor) -> Callable:
+    def relative(score, batch, head, q_idx, kv_idx):
+        return score + table[head, torch.clamp(q_idx - kv_idx, 0, DISTANCES - 1)]
+
+    return relative
 
 
-def pattern(name: str, q_len: int, kv_len: int, device: str | torch.device) -> Pattern:
+NAMES = ("full", "causal", "sliding", "document", "prefix", "alibi_causal", "softcap_causal", "relative_causal")
+
+
+def pattern(name: str, q_len: int, kv_len: int, device: str | torch.device, heads: int = 1) -> Pattern:
     masks = {"full": None, "sliding": sliding, "prefix": prefix}
     scores = {"alibi_causal": alibi, "softcap_causal": soft_cap}
+    learned: tuple[torch.Tensor, ...] = ()
+    if name == "relative_causal":
+        table = torch.randn(heads, DISTANCES, generator=torch.Generator().manual_seed(2)).to(device).requires_grad_()
+        scores[name], learned = relative_bias(table), (table,)
     mask = same_document(document_ids(max(q_len, kv_len)).to(device)) if name == "document" else masks.get(name, causal)
-    return Pattern(name, scores.get(name), mask, pairs(name, q_len, kv_len))
+    return Pattern(name, scores.get(name), mask, pairs(name, q_len, kv_len), learned)

@@ -70,7 +70,7 @@ def _flexc(backend: str, autotune: bool = False) -> Callable[[Case], Prepared]:
 
         q, k, v = case.q, case.k, case.v
         kernel = flexc.attention(score_mod=case.pattern.score_mod, mask_mod=case.pattern.mask_mod, backend=backend, autotune=autotune)
-        return Prepared(lambda: kernel(q, k, v), (q, k, v), case.dout)
+        return Prepared(lambda: kernel(q, k, v), (q, k, v, *case.pattern.learned), case.dout)
 
     return prepare
 
@@ -95,7 +95,7 @@ def _flex(backend: str | None) -> Callable[[Case], Prepared]:
         options = {"BACKEND": backend} if backend else None
         named = dict(score_mod=case.pattern.score_mod, block_mask=blocks, kernel_options=options)
         named["enable_gqa"] = case.shape.Hq != case.shape.Hkv
-        return Prepared(lambda: compiled(q, k, v, **named), (q, k, v), case.dout)
+        return Prepared(lambda: compiled(q, k, v, **named), (q, k, v, *case.pattern.learned), case.dout)
 
     return prepare
 
@@ -128,6 +128,8 @@ def _fa4(case: Case) -> Prepared:
         raise Missing(f"not installed ({error})") from error
 
     name = case.pattern.name
+    if case.pattern.learned:
+        raise Missing("gives no gradient of a captured tensor")
     q, k, v = (x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (case.q, case.k, case.v))
     if name in ("causal", "sliding") and case.shape.Sq != case.shape.Skv:
         raise Missing("its causal flag aligns the last query with the last key")
