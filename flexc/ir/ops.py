@@ -999,6 +999,8 @@ def cast_vjp(g: Node, source: str) -> Node | None:
 def gather_eager(tensor: Tensor, indices: Sequence[Tensor], float_dtype: torch.dtype = torch.float32) -> Tensor:
     """The meaning of `gather`: one element per index tuple; an index outside gives 0 and reads nothing."""
     wrapped, inside = wrap_indices(tensor.shape, indices)
+    if indices and not tensor.numel():
+        tensor, wrapped = tensor.new_zeros([1] * len(wrapped)), [torch.zeros_like(index) for index in wrapped]
     value = tensor[tuple(wrapped)] if indices else tensor
     dtype = float_dtype if tensor.is_floating_point() else (tensor.dtype if tensor.dtype in (torch.bool, torch.int64) else torch.int32)
     value = value.to(dtype)

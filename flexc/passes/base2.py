@@ -16,10 +16,10 @@ import math
 
 from flexc.ir import ops
 from flexc.ir.bounds import bounds
+from flexc.ir.dependence import DIAGONAL, ELEMENT, rate_of
 from flexc.ir.graph import FLOAT32, INPUTS, INT32, Graph, Node, Rewriter, const, const_value, input_node, inputs_of, substitute, topological
 from flexc.ir.interval import Interval
 from flexc.ir.ops import feeding_steps
-from flexc.passes.dependence import DIAGONAL, ELEMENT, rate_of
 
 LOG2E = math.log2(math.e)
 _FLOAT32_MAX = (2.0 - 2.0**-23) * 2.0**127

@@ -1,7 +1,7 @@
 """The score where the mask allows a pair: what the mask says of positions decides signs, comparisons and limits in the score.
 
-Guarantees: for a pair that the mask allows, the score is what it was, bit for bit. For other pairs it may be anything: they have no weight and
-no gradient. Found are masks with a conjunct such as `q_idx >= kv_idx` or `q_idx - kv_idx < 1024`, and in the score abs, sign, minimum,
+Guarantees: for a pair that the mask allows, the score is what it was, bit for bit. For other pairs it may be anything: they have no weight
+and no gradient. Found are masks with a conjunct such as `q_idx >= kv_idx` or `q_idx - kv_idx < 1024`, and in the score abs, sign, minimum,
 maximum, comparisons of integers and casts of them: `abs(q_idx - kv_idx)` under a causal mask is `q_idx - kv_idx`. Leaves alone: indices of
 captured tensors, which must stay inside for every pair, and everything that reads a tensor or a run-time number.
 """

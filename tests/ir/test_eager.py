@@ -157,3 +157,10 @@ def test_nan_comparisons_are_false():
     env = positions(1, 1)
     env.inputs["score"] = torch.tensor(math.nan)
     assert [bool(v) for v in evaluate([apply(n, SCORE, 1.0) for n in ("lt", "ge", "eq", "ne")], env)] == [False, False, False, True]
+
+
+def test_a_tensor_without_elements_reads_as_zero():
+    """No index is inside, and none is read."""
+    tensors = [torch.zeros(0, dtype=torch.int64), torch.zeros(3, 0)]
+    one, two = evaluate([gather(0, INT64, [K]), gather(1, FLOAT32, [Q, K])], positions(2, 3, tensors=tensors))
+    assert not one.any() and not two.any() and one.shape[-1] == two.shape[-1] == 3

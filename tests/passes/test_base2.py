@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexc import passes
+from flexc.ir.dependence import DIAGONAL, ELEMENT, HEAD, UNIFORM, rate_of
 from flexc.ir.eager import Environment, evaluate
 from flexc.ir.graph import FLOAT32, INT32, Graph, Node, TensorInput, const, input_node, inputs_of, is_const, scalar, substitute, topological
 from flexc.ir.ops import apply, cast, gather
 from flexc.ir.verify import verify
 from flexc.passes.base2 import LOG2E, RAW, SCALE, lower_to_base2
-from flexc.passes.dependence import DIAGONAL, ELEMENT, HEAD, UNIFORM, rate_of
 from flexc.passes.derivative import differentiate
 from tests.strategies import environment, graphs, quick
 

@@ -8,7 +8,7 @@
     element     everything else: the score, or both positions apart
 
 Decided from the integer sums below (`ir.affine`), so (q_idx + 3) - kv_idx and 2 * kv_idx - 2 * q_idx are diagonals, as is
-everything computed from diagonals and nothing faster. A pass's fact, not a rewrite: the graph is left alone.
+everything computed from diagonals and nothing faster. A fact, not a rewrite: the graph is left alone.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 
+from flexc.ir.dependence import RATES, joined, rate_of, rates
 from flexc.ir.eager import evaluate
 from flexc.ir.graph import FLOAT32, INT32, INT64, Graph, const, input_node, scalar
 from flexc.ir.ops import apply, cast, gather
-from flexc.passes.dependence import RATES, joined, rate_of, rates
 from tests.strategies import environment, nodes, quick
 
 SCORE, BATCH, HEAD, Q, K = (input_node(n) for n in ("score", "batch", "head", "q_idx", "kv_idx"))
