@@ -4,9 +4,14 @@
     python benchmarks/block_maps.py --device cpu --only causal,documents --lengths 8192
     python benchmarks/block_maps.py --compare results/h200-block-maps.jsonl             # the tables of measurements taken before
 
-Columns of times, all medians in milliseconds. `map`: the runs of all query blocks, with captured tensors whose contents are new each time.
-`again`: the same with their contents unchanged. `walks`: the map with all that the forward and the backward kernel read, as much as
-create_block_mask makes. `host`: until the call of `map` returns. On a CPU one thread works; on a GPU the times are between two events.
+Columns of times, all medians in milliseconds. `map`: what the forward kernel walks, with captured tensors whose contents are new each time.
+`walks`: the map with all that the forward and the backward kernel read, as much as create_block_mask makes. `again`: `map` with contents
+unchanged. `host`: until the call of `map` returns.
+
+On a CPU one thread works. On a GPU, `map` and `walks` are the time of the device alone: the calls are captured in a CUDA graph, several in
+a row, and its replay is divided by their number, so that the device never waits for the host to launch. `stream` and `again` are the time
+between two events around one call, which contains such waits; so is that of create_block_mask, whose host takes longer than its device for
+short sequences. Peak memory is that of one call that is not captured.
 """
 
 from __future__ import annotations
@@ -15,10 +20,12 @@ import argparse
 import contextlib
 import gc
 import json
+import multiprocessing
 import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +40,15 @@ import flexc
 
 Record = dict[str, Any]
 FIELDS = tuple(
-    "system mask B Sq Skv block ms again_ms walks_ms host_ms peak_mib size_mib empty partial full by_bounds by_period by_samples evaluated "
-    "undecided goal_ms goal_mib goal_host_ms device torch triton cutlass commit date".split()
+    "system mask B Sq Skv block ms again_ms walks_ms stream_ms host_ms peak_mib size_mib empty partial full by_bounds by_period by_samples "
+    "evaluated undecided overflowed goal_ms goal_mib goal_host_ms device torch triton cutlass commit date".split()
 )
-LENGTHS = (8192, 32768, 131072, 2**20)
+LENGTHS = (2**20, 131072, 32768, 8192)
 BLOCK = 128
 FLEX_LIMIT_S = 120
+FLEX_MASKS = ("causal", "window", "documents_8", "documents_causal_window")  # each takes seconds to compile for each length
+FLEX_LONGEST = 131072  # a million tokens need a terabyte
+CAPTURED_CALLS = 10
 
 
 # --- time and memory ----------------------------------------------------------------------------------------------------------------
@@ -71,6 +81,21 @@ def medians(call: Callable[[], object], prepare: Callable[[], None], device: tor
         if len(times) >= 3 and time.perf_counter() - begin > seconds:
             break
     return statistics.median(times), statistics.median(host)
+
+
+def device_ms(call: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """Milliseconds of the device for a call: the replay of a CUDA graph of CAPTURED_CALLS of them, divided.
+
+    Raises:
+        RuntimeError: the call cannot be captured.
+    """
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CAPTURED_CALLS):
+            call()
+    ms, _ = medians(graph.replay, lambda: None, device, seconds)
+    return ms / CAPTURED_CALLS
 
 
 def peak_mib(call: Callable[[], object], device: torch.device) -> float | None:
@@ -134,11 +159,14 @@ def measure_flexc(pattern: MaskPattern, device: torch.device, seconds: float) ->
     blocks = with_walks()
     ms, host_ms = medians(block_map, new_contents, device, seconds)
     again_ms, _ = medians(block_map, lambda: None, device, seconds)
-    walks_ms, _ = medians(with_walks, new_contents, device, seconds)
+    times = {"ms": ms, "again_ms": again_ms, "host_ms": host_ms}
+    if device.type == "cuda":
+        times |= {"ms": device_ms(block_map, device, seconds), "walks_ms": device_ms(with_walks, device, seconds), "stream_ms": ms}
+    else:
+        times["walks_ms"], _ = medians(with_walks, new_contents, device, seconds)
     proof = blocks.proof
     decided = {"by_bounds": proof.bounds, "by_period": proof.mixed, "by_samples": proof.sampled}
-    decided |= {"evaluated": proof.evaluated, "undecided": proof.undecided}
-    times = {"ms": ms, "again_ms": again_ms, "walks_ms": walks_ms, "host_ms": host_ms}
+    decided |= {"evaluated": proof.evaluated, "undecided": proof.undecided, "overflowed": blocks.overflowed}
     return {**times, "peak_mib": peak, "size_mib": blocks.size_bytes / 2**20, **blocks.counts(), **decided}
 
 
@@ -163,17 +191,14 @@ def measure_flex(pattern: MaskPattern, device: torch.device, seconds: float) -> 
         peak = peak_mib(call, device)
         ms, host_ms = medians(call, lambda: None, device, seconds)
     kinds = {"empty": total - partial - full, "partial": partial, "full": full}
-    return {"ms": ms, "walks_ms": ms, "host_ms": host_ms, "peak_mib": peak, "size_mib": size, **kinds}
+    return {"ms": ms, "walks_ms": ms, "stream_ms": ms, "host_ms": host_ms, "peak_mib": peak, "size_mib": size, **kinds}
 
 
 SYSTEMS = {"flexc": measure_flexc, "flex-compiled": measure_flex}
 
 
 def goals(name: str, length: int, device: torch.device) -> Record:
-    """What is asked for: milliseconds, MiB of peak memory, milliseconds of the host; None where nothing is.
-
-    At 8K the goal is for the device, whose events also see it wait for the host.
-    """
+    """What is asked for: milliseconds, MiB of peak memory, milliseconds of the host; None where nothing is."""
     is_gpu = device.type == "cuda"
     if name == "documents_32" and length == LONG_DOCUMENTS:
         return {"goal_ms": 5.3}  # a thousandth of what create_block_mask was reported to take
@@ -212,6 +237,31 @@ def measure(
     return records
 
 
+# --- compilation --------------------------------------------------------------------------------------------------------------------
+
+
+def compile_ahead(names: Sequence[str], flex: Sequence[str], lengths: Sequence[int], device: torch.device, processes: int) -> None:
+    """Fill the caches on the disk from several processes, so that measurements find what they need there."""
+    jobs: list[tuple[Callable[..., None], tuple]] = [(_compile_flexc, (name, tuple(lengths), str(device))) for name in names]
+    jobs += [(_compile_flex, (name, length, str(device))) for length in lengths if length <= FLEX_LONGEST for name in flex]
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for job in [pool.submit(function, *arguments) for function, arguments in jobs]:
+            if job.exception() is not None:
+                print(f"  ahead: {describe(job.exception())}", flush=True)
+
+
+def _compile_flexc(name: str, lengths: Sequence[int], device: str) -> None:
+    # In the order in which they are measured: numbers that change with the length become arguments at the second.
+    for length in lengths:
+        pattern = mask_pattern(name, length, device)
+        blocks = flexc.block_map(pattern.mask, pattern.length, pattern.length, block=BLOCK, device=device)
+        blocks.row_walk(), blocks.column_walk()
+
+
+def _compile_flex(name: str, length: int, device: str) -> None:
+    measure_flex(mask_pattern(name, length, device), torch.device(device), 0.0)
+
+
 # --- tables -------------------------------------------------------------------------------------------------------------------------
 
 
@@ -237,6 +287,7 @@ def table_of(records: Sequence[Record]) -> Table:
         "goal",
         "again",
         "walks",
+        "stream",
         "host",
         "goal",
         "peak MiB",
@@ -253,10 +304,10 @@ def table_of(records: Sequence[Record]) -> Table:
         mine, flex = cells.get((name, "flexc")), cells.get((name, "flex-compiled"))
         row = [name, str((mine or flex or first)["Sq"])]
         if mine is None:
-            row += [""] * 12
+            row += [""] * 13
         else:
             row += [_number(mine["ms"]), _against(mine["ms"], mine["goal_ms"]), _number(mine["again_ms"]), _number(mine["walks_ms"])]
-            row += [_number(mine["host_ms"]), _against(mine["host_ms"], mine["goal_host_ms"])]
+            row += [_number(mine.get("stream_ms")), _number(mine["host_ms"]), _against(mine["host_ms"], mine["goal_host_ms"])]
             row += [_number(mine["peak_mib"], 1), _against(mine["peak_mib"], mine["goal_mib"])]
             row += [f"{mine[kind]:,}" for kind in ("empty", "partial", "full")]
             ways = ("by_period", "by_samples", "evaluated", "undecided")
@@ -296,10 +347,19 @@ def masks_named(text: str) -> list[str]:
 
 def cases(names: Sequence[str], lengths: Sequence[int] | None) -> Iterator[tuple[str, int]]:
     """(mask, N), length by length; the 32 documents have a length of their own unless one is asked for."""
-    for length in lengths or LENGTHS:
-        yield from ((name, length) for name in names if lengths or name != "documents_32")
     if not lengths and "documents_32" in names:
         yield "documents_32", LONG_DOCUMENTS
+    for length in lengths or LENGTHS:
+        yield from ((name, length) for name in names if lengths or name != "documents_32")
+
+
+def line_of(record: Record) -> str:
+    """A measurement on one line."""
+    figures = [
+        f"{key.removesuffix('_ms')} {record[key]:.3f}" for key in ("ms", "walks_ms", "again_ms", "stream_ms", "host_ms") if record[key]
+    ]
+    blocks = " ".join(f"{record[kind]:,} {kind}" for kind in ("empty", "partial", "full"))
+    return f"{record['mask']} {record['Sq']} {record['system']}: {', '.join(figures)} ms; {_number(record['peak_mib'], 1)} MiB; {blocks}"
 
 
 def main(argv: Sequence[str] | None = None) -> list[Record]:
@@ -313,7 +373,16 @@ def main(argv: Sequence[str] | None = None) -> list[Record]:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch", type=int, default=1, help="of the masks that read the batch number (1)")
     parser.add_argument("--seconds", type=float, default=0.5, help="to repeat each measurement for (0.5)")
-    parser.add_argument("--without-flex", action="store_true", help="on a GPU, do not measure create_block_mask")
+    parser.add_argument(
+        "--flex",
+        type=lambda text: masks_named(text) if text else [],
+        default=list(FLEX_MASKS),
+        metavar="MASKS",
+        help=f"on a GPU, measure create_block_mask for these, up to {FLEX_LONGEST} tokens ({','.join(FLEX_MASKS)}); each costs seconds",
+    )
+    parser.add_argument(
+        "--processes", type=int, default=0, metavar="N", help="on a GPU, compile in N processes before anything is measured"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE.jsonl", help="append the measurements to this file as they come")
     parser.add_argument("--commit", help="recorded where the checkout cannot tell")
     parser.add_argument("--compare", type=Path, nargs="+", metavar="FILE.jsonl", help="measure nothing, show these measurements")
@@ -323,18 +392,23 @@ def main(argv: Sequence[str] | None = None) -> list[Record]:
         show(records)
         return records
     device = torch.device(options.device)
-    systems = ["flexc"] if device.type == "cpu" or options.without_flex else list(SYSTEMS)
+    flex = [] if device.type == "cpu" else options.flex
     threads = torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(1)
+    if device.type == "cuda" and options.processes:
+        lengths = options.lengths or LENGTHS
+        compile_ahead(options.only, [name for name in flex if name in options.only], lengths, device, options.processes)
     records: list[Record] = []
     try:
         for name, length in cases(options.only, options.lengths):
-            print(f"{name}, N = {length}", flush=True)
+            systems = ["flexc", "flex-compiled"] if name in flex and length <= FLEX_LONGEST else ["flexc"]
             found = measure(
                 name, length, systems, device, options.seconds, lambda line: print(f"  {line}", flush=True), options.batch, options.commit
             )
             records += found
+            for record in found:
+                print(line_of(record), flush=True)
             if options.out:
                 options.out.parent.mkdir(parents=True, exist_ok=True)
                 with options.out.open("a") as file:

@@ -17,8 +17,9 @@ from flexc.errors import InputError, ShapeError, TraceError, UnsupportedError
 from flexc.extents import Extent, extents_of, refuse_wrong_sizes
 from flexc.index_check import check_indices
 from flexc.ir.graph import Graph, inputs_of
+from flexc.map_making import make_map, number_on
 from flexc.pipeline import MaskAlone, claim_lines
-from flexc.sparsity import BlockMap, classify
+from flexc.sparsity import BlockMap
 from flexc.sparsity.facts import verify_facts
 
 Tensor = torch.Tensor
@@ -66,32 +67,36 @@ def block_map(
     except TraceError:
         _refuse_arity(mask)
         raise
-    alone, extents = _prepared(trace)
+    alone, extents, reads = _prepared(trace)
     tensors = [binding.tensors[slot] for slot in alone.tensor_slots]
     scalars = [binding.scalars[slot] for slot in alone.scalar_slots]
     where = _device(device, alone.graph, tensors)
-    tensors = [t.to(where) if t.dim() == 0 else t for t in tensors]
+    tensors = [t if t.device == where else number_on(t, where) if t.dim() == 0 else t for t in tensors]
     refuse_wrong_sizes(extents, alone.graph, tensors, batch, heads, "the map is made for")
-    _refuse_too_many_blocks(alone.graph, q_len, kv_len, batch, heads, sides)
+    _refuse_too_many_blocks(reads, q_len, kv_len, batch, heads, sides)
     if settings.current().check:
         verify_facts(tensors, [spec.name for spec in alone.graph.tensors])
         if alone.graph.mask is not None and q_len and kv_len:
             check_indices(alone.graph, Shapes(batch, heads, heads, q_len, kv_len, 1, 1, torch.float32), tensors, scalars, where)
-    detached = [t.detach() for t in tensors]
-    with torch.no_grad():
-        return classify(alone.graph, q_len, kv_len, batch=batch, heads=heads, block=sides, tensors=detached, scalars=scalars, device=where)
+    sizes = {"batch": batch, "heads": heads, "block": sides}
+    captured = {"tensors": [t.detach() for t in tensors], "scalars": scalars, "device": where}
+    made = make_map(alone.graph, q_len, kv_len, **sizes, **captured)
+    made.row_walk()  # of the present contents
+    return made
 
 
-_ready: WeakKeyDictionary[frontend.Trace, tuple[MaskAlone, tuple[Extent, ...]]] = WeakKeyDictionary()
+_Prepared = tuple[MaskAlone, tuple[Extent, ...], frozenset[str]]
+_ready: WeakKeyDictionary[frontend.Trace, _Prepared] = WeakKeyDictionary()
 
 
-def _prepared(trace: frontend.Trace) -> tuple[MaskAlone, tuple[Extent, ...]]:
-    """The mask of a trace, made once: for a short map the passes take longer than classification."""
+def _prepared(trace: frontend.Trace) -> _Prepared:
+    """The mask of a trace, its extents and which positions it reads, made once: for a short map this takes longer than classification."""
     found = _ready.get(trace)
     if found is None:
         claim_lines(trace.graph)
         alone = MaskAlone.of(passes.run(trace.graph))
-        found = _ready[trace] = alone, extents_of(alone.graph)
+        mask = alone.graph.mask
+        found = _ready[trace] = alone, extents_of(alone.graph), inputs_of(mask) if mask is not None else frozenset()
     return found
 
 
@@ -171,8 +176,7 @@ def _is_same(wanted: torch.device, found: torch.device) -> bool:
     return wanted.type == found.type and wanted.index in (None, found.index)
 
 
-def _refuse_too_many_blocks(graph: Graph, q_len: int, kv_len: int, batch: int, heads: int, block: tuple[int, int]) -> None:
-    reads = inputs_of(graph.mask) if graph.mask is not None else frozenset()
+def _refuse_too_many_blocks(reads: frozenset[str], q_len: int, kv_len: int, batch: int, heads: int, block: tuple[int, int]) -> None:
     entries = (batch if "batch" in reads else 1) * (heads if "head" in reads else 1)
     rows, columns = (-(-length // side) for length, side in zip((q_len, kv_len), block))
     if entries * max(rows, columns) > _MOST_BLOCKS:

@@ -8,22 +8,28 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from flexc import settings, sparsity
-from flexc.backends import Call, Options, Shapes, is_interpreted
-from flexc.errors import UnsupportedError
+from flexc import settings
+from flexc.backends import Call, Options, Shapes, on_device
+from flexc.gradient_sums import refuse_large_sums
+from flexc.map_making import is_capturing, make_map, stream_of, version_of
 from flexc.pipeline import Artifact
-from flexc.sparsity import BlockMap, Walk
+from flexc.runtime.graph_pools import outside_of_pools
+from flexc.sparsity import BlockMap
 
 Tensor = torch.Tensor
 
 
 @dataclass(slots=True)
 class Launch:
-    """Everything that stays the same between the forward and the backward pass of a call."""
+    """Everything that stays the same between the forward and the backward pass of a call.
+
+    Attributes:
+        maps_by_kernels: find the blocks on the device whatever FLEXC_DEVICE_MAPS says: positions and lengths change with every step.
+    """
 
     artifact: Artifact
     shapes: Shapes
@@ -31,14 +37,52 @@ class Launch:
     scalars: tuple[int | float, ...]
     options: Options
     title: str
+    maps_by_kernels: bool = False
+    remembered: Remembered = field(default_factory=lambda: Remembered(), init=False, compare=False, repr=False)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """out [B, Hq, Sq, Dv] and lse [B, Hq, Sq]."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """out [B, Hq, Sq, Dv] and lse [B, Hq, Sq]; and the largest scores, like lse, if the options ask for them."""
         if self.has_no_pairs:
             out = q.new_zeros((*q.shape[:3], v.shape[3]))
-            return out, torch.full(q.shape[:3], -math.inf, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-        call = self._call(q, k, v, tensors)
-        return self.artifact.backend.forward(self.artifact.module, call, self.block_maps(tensors, q.device, ("forward",)))
+            lse = torch.full(q.shape[:3], -math.inf, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+            return (out, lse, lse.clone()) if self.options.max_scores else (out, lse)
+        artifact = self.artifact
+        maps = self._walked_forward(tensors, q.device) if artifact.map_blocks else {}
+        again = self.remembered.again
+        if again is not None:
+            walk = maps["forward"].row_walk() if maps else None
+            with on_device(q.device):
+                results = again(q, k, v, self.scale, tensors, self.scalars, walk)
+            if results is not None:
+                return results
+        call = Call(q, k, v, self.scale, tuple(tensors), self.scalars)
+        if artifact.backend.record is not None and self.remembered.is_worth_recording() and settings.current().override is None:
+            results, self.remembered.again = artifact.backend.record(artifact.module, call, maps)
+            return results
+        return artifact.backend.forward(artifact.module, call, maps)
+
+    def _walked_forward(self, tensors: Sequence[Tensor], device: torch.device) -> dict[str, BlockMap]:
+        """What the forward kernel walks. A map that no captured value decides is remembered for as long as `MAPS` keeps it."""
+        known = self.remembered.map
+        if known is not None and known[1] == stream_of(device) and not (known[1] and is_capturing()):
+            found = MAPS.still(known)
+            if found is not None:
+                return {"forward": found}
+        maps = self._walked(self.block_maps(tensors, device, ("forward",)), device)
+        alone = self.artifact.mask_alone
+        if "forward" in maps and not alone.tensor_slots and not alone.scalar_slots:
+            self.remembered.map = MAPS.key_of(self, self.artifact.map_blocks["forward"], (), device), stream_of(device)
+        return maps
+
+    @staticmethod
+    def _walked(maps: dict[str, BlockMap], device: torch.device) -> dict[str, BlockMap]:
+        """The maps, with what GPU kernels walk of them made: it is kept, too."""
+        if device.type == "cuda":
+            for name, blocks in maps.items():
+                side, walk = ("rows", blocks.row_walk) if name in ("forward", "dq") else ("columns", blocks.column_walk)
+                if not blocks.has_walk(side):
+                    outside_of_pools(walk, device)
+        return maps
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, tensors: Sequence[Tensor]
@@ -48,7 +92,9 @@ class Launch:
             return tuple(torch.zeros_like(x) for x in (q, k, v, *tensors))
         call = self._call(q, k, v, tensors)
         artifact = self.artifact.for_backward(self.shapes, self.options)
-        maps = self.block_maps(tensors, q.device, artifact=artifact)
+        if self.options.deterministic:
+            refuse_large_sums(artifact, tensors)
+        maps = self._walked(self.block_maps(tensors, q.device, artifact=artifact), q.device)
         dq, dk, dv, gradients = artifact.backend.backward(artifact.module, call, maps, out, lse, dout, dlse)
         return dq, dk, dv, *(None if g is None else g.to(t.dtype) for g, t in zip(gradients, tensors, strict=True))
 
@@ -59,7 +105,7 @@ class Launch:
 
     def block_maps(
         self, tensors: Sequence[Tensor], device: torch.device, kernels: Sequence[str] | None = None, artifact: Artifact | None = None
-    ) -> dict[str, WalkedMap]:
+    ) -> dict[str, BlockMap]:
         """The maps that the module's kernels (or those named) walk, classified at first need; of another artifact's module if given."""
         blocks = (artifact or self.artifact).map_blocks
         return {name: MAPS.walked(self, block, tensors, device) for name, block in blocks.items() if kernels is None or name in kernels}
@@ -68,24 +114,26 @@ class Launch:
         return Call(q, k, v, self.scale, tuple(tensors), self.scalars)
 
 
-class WalkedMap(Protocol):
-    """What kernels need of a block map."""
+@dataclass(slots=True, eq=False)
+class Remembered:
+    """What launches of one artifact, with inputs of the same sizes, strides and alignment, keep for the next one.
 
-    def row_walk(self) -> Walk:
-        """For each query block the key blocks to visit."""
-        ...
+    Attributes:
+        map: key and stream of the forward kernel's map in `MAPS`, if no captured value decides it.
+        again: launches the forward kernel without describing it anew, if the backend can; see `Backend.record`.
+    """
 
-    def column_walk(self) -> Walk:
-        """For each key block the query blocks to visit."""
-        ...
+    map: tuple[tuple, int] | None = None
+    again: Any = None
+    _calls: int = 0
 
-    @property
-    def size_bytes(self) -> int:
-        """Memory that it holds."""
-        ...
+    def is_worth_recording(self) -> bool:
+        """Whether a call that was not like the recorded one is recorded: never the first, which may stay the only one, and not for ever."""
+        self._calls += 1
+        return 1 < self._calls < 10
 
 
-_FEW_BLOCKS = 2**16  # with no more of them, what bounds leave open is evaluated in the same launch
+_FEW_KEPT = 16
 
 
 @dataclass
@@ -101,52 +149,81 @@ class MapCache:
     most: int = 256
     most_bytes: int = 2**28
     _kept: OrderedDict[tuple, _Kept] = field(default_factory=OrderedDict)
+    _pinned: dict[tuple, BlockMap] = field(default_factory=dict)
+    _made: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def blocks(self, launch: Launch, block: tuple[int, int], tensors: Sequence[Tensor], device: torch.device) -> BlockMap:
         """The map for a launch, to look at: with `block` = (query tokens, key tokens) per block."""
-        return self._found(launch, block, tensors, device, False)
+        found = self.walked(launch, block, tensors, device)
+        found.row_walk()
+        return found
 
-    def walked(self, launch: Launch, block: tuple[int, int], tensors: Sequence[Tensor], device: torch.device) -> WalkedMap:
-        """The map for a launch as its kernels walk it: from generated kernels on a GPU, if FLEXC_DEVICE_MAPS says so.
+    def walked(self, launch: Launch, block: tuple[int, int], tensors: Sequence[Tensor], device: torch.device) -> BlockMap:
+        """The map for a launch, for its kernels to walk. On a GPU each walk is made at first need, and nothing waits for the device.
 
         Raises:
             UnsupportedError: a CUDA graph is being captured, and finding the blocks would have to wait for the GPU.
         """
-        by_kernels = settings.current().device_maps and (device.type == "cuda" or is_interpreted())
-        return self._found(launch, block, tensors, device, by_kernels)
-
-    def _found(self, launch: Launch, block: tuple[int, int], tensors: Sequence[Tensor], device: torch.device, by_kernels: bool) -> Any:
         alone, shapes = launch.artifact.mask_alone, launch.shapes
         read = [tensors[slot] for slot in alone.tensor_slots]
         scalars = [launch.scalars[slot] for slot in alone.scalar_slots]
-        lengths = (shapes.batch, shapes.heads_q, shapes.q_len, shapes.kv_len)
-        # Numbers as text: 0.0 == -0.0, and NaN is not NaN.
-        key = (alone.graph.mask, block, lengths, tuple(map(repr, scalars)), device, by_kernels, tuple(map(id, read)))
-        versions = tuple(map(_version, read))
-        # What a graph replays must find the blocks of what the tensors hold then, not now.
-        follows = bool(read) and device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        key = self.key_of(launch, block, read, device)
+        versions = tuple(map(version_of, read))
+        # What a graph replays must find the blocks of what the tensors hold then, not now; and what it writes is not there before.
+        is_captured = device.type == "cuda" and is_capturing()
         with self._lock:
-            found = self._kept.get(key)
-            if found is not None and not follows and found.holds_for(read, versions):
-                self._kept.move_to_end(key)
-                return found.blocks
+            found = self._captured_map(key) if is_captured else self._kept_map((key, stream_of(device)), read, versions)
+        if found is not None:
+            return found
         sizes = {"batch": shapes.batch, "heads": shapes.heads_q, "block": block}
         captured = {"tensors": [tensor.detach() for tensor in read], "scalars": scalars, "device": device}
-        with torch.no_grad():
-            if by_kernels:
-                from flexc.block_kernels import build_on_gpu
-
-                exact = math.ceil(shapes.q_len / block[0]) * math.ceil(shapes.kv_len / block[1]) <= _FEW_BLOCKS
-                blocks = build_on_gpu(alone.graph, shapes.q_len, shapes.kv_len, **sizes, **captured, exact=exact, title=launch.title)
-            else:
-                _refuse_waiting(device)
-                blocks = sparsity.classify(alone.graph, shapes.q_len, shapes.kv_len, **sizes, **captured)
-        if not follows:
+        how = {"title": launch.title, "by_kernels": launch.maps_by_kernels}
+        lengths = shapes.q_len, shapes.kv_len
+        blocks = outside_of_pools(lambda: make_map(alone.graph, *lengths, **sizes, **captured, **how), device)
+        if not is_captured:
             with self._lock:
-                self._kept[key] = _Kept(tuple(map(weakref.ref, read)), versions, blocks)
+                # Work on another stream does not wait for this one: each has maps of its own.
+                self._kept[key, stream_of(device)] = _Kept(tuple(map(weakref.ref, read)), versions, blocks)
                 self._evict()
         return blocks
+
+    @staticmethod
+    def key_of(launch: Launch, block: tuple[int, int], read: Sequence[Tensor], device: torch.device) -> tuple:
+        """What tells its maps from others, with the tensors that the mask reads; equal to another's where its maps serve, too."""
+        alone, shapes = launch.artifact.mask_alone, launch.shapes
+        lengths = (shapes.batch, shapes.heads_q, shapes.q_len, shapes.kv_len)
+        # Numbers as text: 0.0 == -0.0, and NaN is not NaN.
+        scalars = tuple([repr(launch.scalars[slot]) for slot in alone.scalar_slots])
+        by_kernels = launch.maps_by_kernels or settings.current().device_maps
+        return alone.graph.mask, block, lengths, scalars, device, by_kernels, tuple(map(id, read))
+
+    def still(self, key: tuple) -> BlockMap | None:
+        """The map of a mask that reads nothing, by its key and stream, if it is kept. Whoever remembers the key counts as a user."""
+        with self._lock:
+            found = self._kept.get(key)
+            if found is None:
+                return None
+            self._kept.move_to_end(key)
+            return found.blocks
+
+    def _kept_map(self, key: tuple, read: Sequence[Tensor], versions: tuple) -> BlockMap | None:
+        found = self._kept.get(key)
+        if found is None or not found.holds_for(read, versions):
+            return None
+        self._kept.move_to_end(key)
+        return found.blocks
+
+    def _captured_map(self, key: tuple) -> BlockMap | None:
+        """The map of a mask without tensors, whichever stream it was made on before the capture; kept for as long as the graph may live."""
+        if key[-1]:
+            return None
+        if key not in self._pinned:
+            made = [kept.blocks for (kept_key, _), kept in self._kept.items() if kept_key == key]
+            if not made:
+                return None
+            self._pinned[key] = made[0]
+        return self._pinned[key]
 
     def clear(self) -> None:
         """Forget every map."""
@@ -154,11 +231,19 @@ class MapCache:
             self._kept.clear()
 
     def _evict(self) -> None:
-        """Drop the maps of tensors that are gone, then the oldest down to the limits, but never the newest."""
+        """Drop the maps of tensors that are gone, then the oldest down to the limits, but never the newest.
+
+        To look at many of them takes longer than to make one, so that is done once in a while.
+        """
+        while len(self._kept) > max(self.most, 1):
+            self._kept.popitem(last=False)
+        self._made += 1
+        if len(self._kept) > _FEW_KEPT and self._made % _FEW_KEPT:
+            return
         for key in [key for key, kept in self._kept.items() if not kept.is_alive]:
             del self._kept[key]
         size_bytes = sum(kept.size_bytes for kept in self._kept.values())
-        while len(self._kept) > 1 and (len(self._kept) > self.most or size_bytes > self.most_bytes):
+        while len(self._kept) > 1 and size_bytes > self.most_bytes:
             _, dropped = self._kept.popitem(last=False)
             size_bytes -= dropped.size_bytes
 
@@ -169,7 +254,7 @@ class _Kept:
 
     references: tuple[weakref.ref[Tensor], ...]
     versions: tuple
-    blocks: WalkedMap
+    blocks: BlockMap
 
     def holds_for(self, read: Sequence[Tensor], versions: tuple) -> bool:
         if None in versions or self.versions != versions:
@@ -186,16 +271,3 @@ class _Kept:
 
 
 MAPS = MapCache()
-
-
-def _refuse_waiting(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise UnsupportedError(
-            "a CUDA graph is being captured, and the blocks of the mask are not known yet: finding them waits for the GPU. Call the kernel "
-            "once before the capture if the mask's tensors do not change, or set FLEXC_DEVICE_MAPS=1"
-        )
-
-
-def _version(tensor: Tensor) -> Any:
-    """What changes when the tensor is written to in place or given other memory; None where PyTorch does not count."""
-    return None if tensor.is_inference() else (tensor._version, tensor.data_ptr())

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
+import pickle
 import traceback
 from dataclasses import dataclass
 
 import torch
 
 import flexc
-from flexc import block_kernels, launch
+from flexc import block_kernels, block_launches, launch, map_making
 from flexc.ir.eager import Environment, evaluate
 from flexc.ir.graph import FLOAT32, INT32, INT64, Graph, Node, ScalarInput, scalar
 from flexc.ir.ops import cast
 from flexc.sparsity import EMPTY, FULL, PARTIAL, BlockMap
 from flexc.sparsity.facts import declare_sorted, is_declared_sorted
-from flexc.sparsity.walk import walk_of
+from flexc.sparsity.walk import Walk, walk_of
 from tests.sparsity.graphs import batch, both, causal, graph_of, head, kinds_of, kv_idx, op, q_idx, read
 
 Tensor = torch.Tensor
@@ -158,11 +160,17 @@ CASES = {
     "by batch and head": Case(op("or", op("eq", op("floormod", batch + head, 2), 0), causal), b=2, h=2),
     "everything": Case(op("ge", q_idx, 0), q_len=50, kv_len=45),
     "nothing": Case(op("lt", q_idx, 0), q_len=50, kv_len=45, tight=True),
+    "blocks longer than a slab": Case(
+        op("not", both(op("eq", op("floormod", q_idx, 16), 11), op("eq", op("floormod", kv_idx, 256), 200))),
+        q_len=32,
+        kv_len=512,
+        block=(16, 256),
+    ),
     "long rows of small blocks": Case(both(_same(_DOCS), op("ge", q_idx * 2, kv_idx)), (_DOCS,), block=(16, 1)),
 }
 
 
-def kinds_of_walk(walk: block_kernels.Walk, blocks: int) -> Tensor:
+def kinds_of_walk(walk: Walk, blocks: int) -> Tensor:
     """uint8 [B', H', n, blocks]; fails where a walk visits a block twice or a run is empty."""
     rows = walk.rows.view(-1, 4).tolist()
     kinds = torch.full((len(rows), blocks), EMPTY, dtype=torch.uint8)
@@ -176,7 +184,7 @@ def kinds_of_walk(walk: block_kernels.Walk, blocks: int) -> Tensor:
     return kinds.view(*walk.rows.shape[:3], blocks)
 
 
-def build(case: Case, exact: bool, **capacity: int) -> block_kernels.DeviceMap:
+def build(case: Case, exact: block_launches.Exact, **capacity: int) -> block_kernels.DeviceMap:
     """The map of a case."""
     return block_kernels.build_on_gpu(
         case.graph, case.q_len, case.kv_len, batch=case.b, heads=case.h, block=case.block, tensors=case.tensors_on(DEVICE),
@@ -191,7 +199,7 @@ def check(name: str, exact: bool, coarse: bool) -> None:
 
 def check_case(case: Case, exact: bool, coarse: bool) -> None:
     """Empty and full blocks are so in truth; with exact evaluation, and where bounds are tight, partial ones too; in both directions."""
-    block_kernels._COARSE_BLOCKS = 0 if coarse else 512
+    block_launches._COARSE_BLOCKS = 0 if coarse else 512
     truth = case.truth()
     found = build(case, exact)
     n, m = truth.shape[2:]
@@ -213,6 +221,9 @@ def check_case(case: Case, exact: bool, coarse: bool) -> None:
     kinds = kinds_of_walk(found.row_walk(), m)
     assert (counts.empty, counts.partial, counts.full) == tuple(int((kinds == kind).sum()) for kind in (EMPTY, PARTIAL, FULL))
     assert counts.overflowed == 0
+    decided = dataclasses.asdict(counts.proof)
+    assert min(decided.values()) >= 0 and sum(decided.values()) == math.prod(found.shape)
+    assert counts.proof.undecided == (0 if exact else counts.partial)
 
 
 def random_masks(count: int) -> None:
@@ -247,6 +258,38 @@ def overflow() -> None:
     found = build(halves, False, most_listed=4)
     assert found.counts().overflowed == 6 and torch.equal(kinds_of_walk(found.row_walk(), 12)[0, 0], expected)
     assert build(halves, False, most_listed=6).counts().overflowed == 0
+    map_making.KERNEL_DEVICES = frozenset([DEVICE.type])
+    moved, places = layout.to(DEVICE), block_launches.places
+    kernel = flexc.attention(None, lambda b, h, q, k: moved[k // 8] & (q >= 48))
+    explanation = kernel.explain(*(torch.randn(1, 1, 96, 16, device=DEVICE) for _ in "qkv"))
+    try:
+        block_launches.places = lambda *sizes: (5, 1)
+        block_launches.Room.of.cache_clear()
+        block_kernels._builders.clear()  # they remember how much room a walk takes
+        blocks = flexc.block_map(kernel, 96, 96, block=8, device=DEVICE)
+    finally:
+        block_launches.places = places
+        block_launches.Room.of.cache_clear()
+        block_kernels._builders.clear()
+    assert blocks.overflowed == 6 and blocks.counts() == {"empty": 144 - 66, "partial": 66, "full": 0}
+    assert "6 rows of blocks are too ragged" in str(dataclasses.replace(explanation, blocks=blocks))
+
+
+def closer_looks_are_limited() -> None:
+    """One forbidden pair in each block, which no sample meets: looking closer is in vain, and a block row stops after a while."""
+    hidden = both(op("eq", op("floormod", q_idx, 8), 3), op("eq", op("floormod", kv_idx, 8), 5))
+    case = Case(op("not", hidden))
+    for exact, evaluated in ((True, 12), ("auto", 8)):
+        proof = build(case, exact).counts().proof
+        assert (proof.bounds, proof.evaluated, proof.undecided) == (0, 12 * evaluated, 12 * (12 - evaluated)), exact
+    before = block_launches.MOST_PAIRS
+    try:
+        block_launches.MOST_PAIRS = 64 * 12 * 3
+        proof = build(dataclasses.replace(case, q_len=95), "auto").counts().proof
+    finally:
+        block_launches.MOST_PAIRS = before
+    assert (proof.evaluated, proof.undecided) == (12 * 3, 12 * 9)
+    assert (kinds_of_walk(build(case, "auto").row_walk(), 12) == PARTIAL).all()
 
 
 def run_time_numbers_compile_nothing() -> None:
@@ -265,7 +308,7 @@ def run_time_numbers_compile_nothing() -> None:
 
 def rows_of_very_many_blocks() -> None:
     """More squares than are decided together: runs go on from one group of them to the next."""
-    block_kernels._COARSE_BLOCKS = 512
+    block_launches._COARSE_BLOCKS = 512
     holes = both(op("ne", op("floordiv", kv_idx, 2), 9000), op("or", op("lt", kv_idx, 9200), op("ge", kv_idx, 9400)))
     mask = both(op("ge", op("floordiv", kv_idx, 2), q_idx), holes, op("lt", kv_idx, 19_001))
     case = Case(mask, q_len=20, kv_len=20_001, block=(16, 2))
@@ -285,14 +328,15 @@ def tables() -> None:
     for tensor in (t.to(DEVICE) for t in tensors):
         for dim in range(tensor.dim()):
             for cell in (1, 3, 8, 64):
-                made, expected = block_kernels.sparse_table(tensor, dim, cell), SparseTable.of(tensor, [dim], cell)
+                made, expected = block_launches.sparse_table(tensor, dim, cell), SparseTable.of(tensor, [dim], cell)
                 assert torch.equal(made.lo, expected.lo) and torch.equal(made.hi, expected.hi), (tensor.shape, tensor.dtype, dim, cell)
                 assert made.lo.dtype == expected.lo.dtype
 
 
 def attention_on_maps_made_by_kernels() -> None:
     """Forward and backward walk them, and maps follow tensors that are written to."""
-    os.environ["FLEXC_DEVICE_MAPS"] = "1"
+    map_making.KERNEL_DEVICES = frozenset([DEVICE.type])
+    launch.MAPS.clear()
     with DEVICE:
         documents, lengths, slopes = torch.arange(100) // 30, torch.tensor([100, 37]), torch.rand(4, requires_grad=True)
 
@@ -312,10 +356,75 @@ def attention_on_maps_made_by_kernels() -> None:
         for found, expected in zip((out, *ours), (truth, *right), strict=True):
             torch.testing.assert_close(found.double(), expected.double(), rtol=1e-4, atol=1e-4)
         maps = [kept.blocks for kept in launch.MAPS._kept.values()]
-        assert maps and all(isinstance(m, block_kernels.DeviceMap) for m in maps)
+        assert maps and all(isinstance(m._made.walks, block_kernels.DeviceMap) and not m.waited for m in maps)
         documents[50:] += 5
         lengths[1] = 80
     assert isinstance(kernel.blocks, BlockMap)
+
+
+def views_of_maps_made_by_kernels() -> None:
+    """Every view of them is that of the map made by operators, but for how the blocks were decided."""
+    map_making.KERNEL_DEVICES = frozenset([DEVICE.type])
+    ids, lengths = _DOCS.to(DEVICE), torch.tensor([90, 37], device=DEVICE)
+
+    def mask(b, h, q, k):
+        return (ids[q] == ids[k]) & (q - k < 40) & (k < lengths[b])
+
+    found, other = (flexc.block_map(mask, n, n, batch=2, block=8, device=DEVICE) for n in (96, 61))
+    with_lengths = found.with_lengths(61, 61)
+    assert isinstance(found._made.walks, block_kernels.DeviceMap) and isinstance(with_lengths._made.walks, block_kernels.DeviceMap)
+    assert torch.equal(with_lengths.kind, other.kind)
+    copy = pickle.loads(pickle.dumps(found))
+    map_making.KERNEL_DEVICES = frozenset()
+    expected = flexc.block_map(mask, 96, 96, batch=2, block=8, device=DEVICE)
+    assert expected._made is None and expected.shape == found.shape and found.device == expected.device
+    for view in ("kind", "to_dense", "last_reader", "live", "row_work"):
+        ours, theirs = ((x() if callable(x) else x) for x in (getattr(found, view), getattr(expected, view)))
+        assert torch.equal(ours, theirs), view
+    for view in ("counts", "sparsity", "unmasked_pairs", "most_live", "picture"):
+        assert getattr(found, view)() == getattr(expected, view)(), view
+    assert torch.equal(found.columns().offsets, expected.columns().offsets) and torch.equal(copy.kind, found.kind)
+    assert sum(dataclasses.asdict(found.proof).values()) == math.prod(found.shape) and copy.proof == found.proof
+    assert "decided: " in str(found)
+    certificate = found.certify()
+    assert certificate.is_complete and not certificate.wrong and not certificate.loose
+    for walk, blocks in ((found.row_walk(), found.shape[3]), (found.column_walk(), found.shape[2])):
+        kinds = kinds_of_walk(walk, blocks)
+        assert torch.equal(kinds if walk is found.row_walk() else kinds.transpose(2, 3), expected.kind.cpu())
+
+
+def columns_of_rows_that_are_old() -> None:
+    """A map says what the tensors held when it was made, in both directions, also where its columns are asked for later."""
+    map_making.KERNEL_DEVICES = frozenset([DEVICE.type])
+    ids = _DOCS.clone().to(DEVICE)
+    blocks = flexc.block_map(lambda b, h, q, k: ids[q] == ids[k], 96, 96, block=8, device=DEVICE)
+    ids.fill_(3)
+    assert torch.equal(kinds_of_walk(blocks.column_walk(), 12).transpose(2, 3), blocks.kind.cpu())
+    assert blocks.counts()["empty"] > 20
+
+
+def masks_without_a_kernel() -> None:
+    """PyTorch operators make their maps, and maps say why."""
+    map_making.KERNEL_DEVICES = frozenset([DEVICE.type])
+    nothing = torch.zeros(0, dtype=torch.int64, device=DEVICE)
+    blocks = flexc.block_map(lambda b, h, q, k: nothing[q] == k, 64, 64, block=8, device=DEVICE)
+    assert "captured tensors with elements, got an empty one" in blocks.waited
+    nothing = torch.arange(64, device=DEVICE)
+    assert not flexc.block_map(lambda b, h, q, k: nothing[q] == k, 64, 64, block=8, device=DEVICE).waited
+    has_triton = map_making._has_triton
+    try:
+        map_making._has_triton = lambda: False
+        assert flexc.block_map(lambda b, h, q, k: q >= k, 64, 64, block=8, device=DEVICE).waited == "Triton is not installed"
+    finally:
+        map_making._has_triton = has_triton
+    os.environ["FLEXC_DEVICE_MAPS"] = "0"
+    try:
+        kernel = flexc.attention(None, lambda b, h, q, k: q >= k)
+        explanation = str(kernel.explain(*(torch.randn(1, 1, 32, 16, device=DEVICE) for _ in "qkv")))
+        assert "waited      PyTorch operators found the blocks: FLEXC_DEVICE_MAPS=0" in explanation
+    finally:
+        del os.environ["FLEXC_DEVICE_MAPS"]
+    assert "waited" not in str(kernel.explain(*(torch.randn(1, 1, 32, 16, device=DEVICE) for _ in "qkv")))
 
 
 def failure_of(function: str, *arguments) -> str:

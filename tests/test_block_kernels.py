@@ -10,13 +10,15 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
-from flexc import block_kernels
+from flexc import block_kernels, block_launches, map_making
+from flexc.codegen.triton.blocks import plan_blocks
 from flexc.errors import UnsupportedError
-from flexc.ir.graph import Graph
+from flexc.ir.graph import FLOAT32, INT64, Graph, ScalarInput, scalar
+from flexc.ir.ops import cast
 from tests import block_map_cases
 from tests.block_map_cases import CASES, failure_of
 from tests.contract.interpreter import become_interpreter
-from tests.sparsity.graphs import batch, causal, graph_of, kv_idx, op, q_idx, read
+from tests.sparsity.graphs import batch, both, causal, graph_of, kv_idx, op, q_idx, read
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,10 @@ def test_walks_of_random_masks_agree_with_brute_force(failures):
     assert not failure, f"\n{failure}"
 
 
-PROMISES = ["overflow", "run_time_numbers_compile_nothing", "rows_of_very_many_blocks", "tables", "attention_on_maps_made_by_kernels"]
+PROMISES = """
+    overflow run_time_numbers_compile_nothing rows_of_very_many_blocks tables attention_on_maps_made_by_kernels
+    views_of_maps_made_by_kernels columns_of_rows_that_are_old masks_without_a_kernel closer_looks_are_limited
+""".split()
 
 
 @pytest.mark.interpret
@@ -57,7 +62,8 @@ def test_promises(function, failures):
 @pytest.fixture
 def on_gpu(monkeypatch):
     monkeypatch.setattr(block_map_cases, "DEVICE", torch.device("cuda"))
-    monkeypatch.setenv("FLEXC_DEVICE_MAPS", "1")
+    monkeypatch.setattr(map_making, "KERNEL_DEVICES", map_making.KERNEL_DEVICES)  # the promises set it
+    monkeypatch.setattr(block_launches, "_COARSE_BLOCKS", block_launches._COARSE_BLOCKS)
 
 
 @pytest.mark.gpu
@@ -106,7 +112,7 @@ def test_nothing_waits_for_the_device_and_tables_are_made_once(monkeypatch):
     launches = Launches()
     monkeypatch.setattr(block_kernels, "load_module", lambda text, path: launches)
     monkeypatch.setattr(block_kernels, "_builders", OrderedDict())
-    monkeypatch.setattr(block_kernels, "_tables_module", lambda: launches)
+    monkeypatch.setattr(block_launches, "_tables", [block_launches._TablesModule(launches)])
     ids, pairs = torch.empty((2, 2**20), dtype=torch.int64, device="meta"), torch.empty((64, 64), dtype=torch.bool, device="meta")
     documents = op("eq", read(0, ids, batch, q_idx), read(0, ids, batch, kv_idx))
     graph = graph_of(op("and", documents, read(1, pairs, op("floordiv", q_idx, 2**14), op("floordiv", kv_idx, 2**14))), (ids, pairs))
@@ -125,27 +131,47 @@ def test_nothing_waits_for_the_device_and_tables_are_made_once(monkeypatch):
         )
 
     found = build()
-    assert launches.take() == ["cells_kernel", "levels_kernel", "rows_kernel", "order_kernel"]
+    assert launches.take() == []
     assert found.shape == (2, 1, 8192, 8192)
     walk = found.row_walk()
+    assert launches.take() == ["cells_kernel", "levels_kernel", "rows_kernel", "order_kernel"]
     assert walk.rows.shape == (2, 1, 8192, 4) and walk.order.shape == (8192,)
     size_bytes = sum(x.numel() * x.element_size() for x in (walk.rows, walk.partial, walk.full, walk.order))
     assert size_bytes < 2 * 6 * 2**20, "6 MiB for a million tokens of one sequence"
     assert found.column_walk() is found.column_walk()
     assert launches.take() == ["columns_kernel", "order_kernel"]
-    build()
+    build().row_walk()
     assert launches.take() == ["rows_kernel", "order_kernel"]
     ids.add_(1)
-    build()
+    build().row_walk()
     assert launches.take() == ["cells_kernel", "levels_kernel", "rows_kernel", "order_kernel"]
 
 
+def test_cells_of_a_table_are_as_long_as_blocks_where_blocks_begin_and_end_with_them():
+    """A short table keeps its elements apart only for reads that are shifted."""
+
+    def cells(at):
+        ids = torch.zeros(1000, dtype=torch.int64)
+        graph = graph_of(op("eq", read(0, ids, at), 0), (ids,))
+        return plan_blocks(graph, (128, 64), 64, [1000], [False], True, False).cells
+
+    assert cells(q_idx) == cells(kv_idx) == (((0, (0,)), 64),)
+    assert cells(q_idx - 3) == cells(op("floordiv", q_idx, 2)) == (((0, (0,)), 1),)
+
+
 def test_places_are_as_many_as_there_can_be_within_limits():
-    assert block_kernels._places(64, 64, (96, 32)) == (64, 32)
-    assert block_kernels._places(8192, 8192, (96, 32)) == (96, 32)
-    assert block_kernels._places(1, 1, (96, 32)) == (1, 1)
-    listed, runs = block_kernels._places(2**22, 8192, (96, 32))
+    places = block_launches.places
+    assert places(1, 1, 1) == (1, 1)
+    assert places(64, 64, 64) == (64, 32)
+    assert places(724, 724, 724) == (724, 362), "all that can be"
+    assert places(1024, 1024, 1024) == (614, 204)
+    assert places(8192, 8192, 8192) == (96, 32)
+    assert places(16384, 16384, 16384) == (48, 16)
+    assert places(32 * 256, 256, 256) == (256, 128), "of each head"
+    assert places(2**16, 256, 256) == (153, 51), "of very many heads"
+    listed, runs = places(2**22, 8192, 8192)
     assert 2**22 * (listed + 2 * runs) <= 2**26 and listed >= 1 and runs >= 1
+    assert places(64, 64, 64, (6, None)) == (6, 32) and places(64, 64, 64, (None, 3)) == (64, 3)
 
 
 @pytest.mark.parametrize("q_len, kv_len", [(0, 8), (8, 0), (2**24, 8)])
@@ -154,10 +180,58 @@ def test_lengths_that_are_refused(q_len, kv_len):
         build(graph_of(causal), q_len, kv_len)
 
 
+def test_more_rows_of_blocks_than_int32_counts_are_refused():
+    with pytest.raises(UnsupportedError, match="at most 268435456 rows and columns of blocks, got \\(70000, 1, 8, 65536\\)"):
+        block_kernels.build_on_gpu(
+            graph_of(op("lt", kv_idx, batch)),
+            64,
+            2**19,
+            batch=70_000,
+            heads=1,
+            block=(8, 8),
+            tensors=(),
+            scalars=(),
+            device=torch.device("cpu"),
+        )
+
+
 def test_an_empty_tensor_is_refused():
     table = torch.zeros(0, dtype=torch.int64)
     with pytest.raises(UnsupportedError, match="captured tensors with elements, got an empty one"):
         build(graph_of(op("eq", read(0, table, kv_idx), 0), (table,)), 8, 8, (table,))
+
+
+def test_a_mask_that_cannot_be_printed_is_tried_once(monkeypatch):
+    tries = []
+
+    def refuse(*_):
+        tries.append(1)
+        raise UnsupportedError("triton: no such function")
+
+    monkeypatch.setattr(block_kernels, "emit_blocks", refuse)
+    monkeypatch.setattr(block_kernels, "_builders", OrderedDict())
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="no such function"):
+            build(graph_of(causal), 8, 8)
+    assert len(tries) == 1
+
+
+def test_integers_that_need_64_bits_are_arguments_of_another_kind(monkeypatch):
+    """Also beside a float, which is of no integer kind at all."""
+    launches = Launches()
+    monkeypatch.setattr(block_kernels, "load_module", lambda text, path: launches)
+    monkeypatch.setattr(block_kernels, "_builders", OrderedDict())
+    monkeypatch.setattr(block_launches, "_tables", [block_launches._TablesModule(launches)])
+    mask = both(op("lt", cast(q_idx, FLOAT32), scalar(0, FLOAT32)), op("lt", cast(kv_idx, INT64), scalar(1, INT64)))
+    graph = Graph((("mask", mask),), (), (ScalarInput("x", FLOAT32), ScalarInput("n", INT64)))
+    kinds = []
+    for number in (5, 6, 2**40):
+        block_kernels.build_on_gpu(
+            graph, 64, 64, batch=1, heads=1, block=(8, 8), tensors=(), scalars=(0.5, number), device=torch.device("meta")
+        ).row_walk()
+        (compiled,) = next(iter(block_kernels._builders.values()))._by_plan.values()
+        kinds.append(len(compiled._prepared))
+    assert kinds == [1, 1, 2] and len({arguments.kind for _, arguments in compiled._prepared.values()}) == 2
 
 
 @pytest.mark.slow
@@ -166,6 +240,14 @@ def test_kernels_compile_for_hopper(exact):
     ids = torch.zeros(8, dtype=torch.int64)
     mask = op("and", op("eq", read(0, ids, q_idx), read(0, ids, kv_idx)), op("ge", q_idx, kv_idx))
     compiled = block_kernels.compile_for(graph_of(mask, (ids,)), (128, 128), 90, exact=exact)
-    assert [kernel.name for kernel in compiled.kernels] == ["rows_kernel", "columns_kernel", "order_kernel"]
+    assert [kernel.name for kernel in compiled.kernels] == ["rows_kernel", "columns_kernel"]
     for kernel in compiled.kernels:
         assert kernel.spill_bytes <= 64 * exact, kernel.name
+
+
+@pytest.mark.slow
+def test_blocks_of_any_length_are_evaluated_in_as_many_registers():
+    ids = torch.zeros(8, dtype=torch.int64)
+    graph = graph_of(op("eq", read(0, ids, q_idx), read(0, ids, kv_idx)), (ids,))
+    long, short = (block_kernels.compile_for(graph, block, 90, exact=True).kernels[0] for block in ((64, 2048), (128, 128)))
+    assert long.registers <= short.registers + 8 and long.spill_bytes <= 64

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flexc
-from flexc import sparsity
+from flexc import map_making, sparsity
 from flexc.errors import UnsupportedError
 from flexc.launch import MAPS, MapCache, _Kept
 from flexc.reference import reference
@@ -223,6 +223,20 @@ def test_maps_used_least_recently_are_dropped(monkeypatch, limits, left):
     assert [kept.blocks.q_len for kept in maps._kept.values()] == [190, 191, 192, 193, 194][-left:]
 
 
+def test_many_maps_are_looked_at_once_in_a_while(monkeypatch):
+    """Each step of a generation brings a map of its own; the limit on their number holds all the time."""
+    launch = importlib.import_module("flexc.launch")
+    maps = MapCache(most=40, most_bytes=1000)
+    monkeypatch.setattr(launch, "MAPS", maps)
+    looks = []
+    monkeypatch.setattr(launch._Kept, "size_bytes", property(lambda kept: looks.append(1) or 0))
+    kernel = flexc.attention(None, causal)
+    for length in range(1, 101):
+        kernel(*qkv(q_len=length))
+        assert len(maps._kept) <= 40
+    assert sum(range(17)) + 3 * 16 <= len(looks) <= 16 * 17 / 2 + 6 * 40
+
+
 def test_map_that_is_used_stays(monkeypatch):
     launch = importlib.import_module("flexc.launch")
     maps = MapCache(most=2)
@@ -248,8 +262,32 @@ def test_number_on_the_cpu_is_copied_once_to_another_device():
 
 def test_a_graph_that_is_being_captured_cannot_wait_for_blocks(monkeypatch):
     """`classify` reads values from the device, which a capture forbids with an error of CUDA's."""
+    monkeypatch.setattr(map_making, "is_capturing", lambda: True)
+    map_making._refuse_waiting(torch.device("cpu"), "")
+    with pytest.raises(
+        UnsupportedError, match="a CUDA graph is being captured.*waits for the GPU \\(FLEXC_DEVICE_MAPS=0\\). Call the kernel"
+    ):
+        map_making._refuse_waiting(torch.device("cuda"), "FLEXC_DEVICE_MAPS=0")
+
+
+def test_what_a_captured_graph_walks_is_kept_for_good():
+    """Without tensors a map made before the capture serves, from whatever stream; with tensors it is made again at each replay."""
+    maps = MapCache()
+    blocks = flexc.block_map(causal, 64, 64)
+    maps._kept[("causal", ()), 7] = _Kept((), (), blocks)
+    maps._kept[("documents", (1,)), 7] = _Kept((), (), blocks)
+    assert maps._captured_map(("window", ())) is None and maps._captured_map(("documents", (1,))) is None
+    assert maps._captured_map(("causal", ())) is blocks
+    maps.clear()
+    assert maps._captured_map(("causal", ())) is blocks and maps.still((("causal", ()), 7)) is None
+
+
+def test_walks_that_are_made_are_taken_as_they_are(monkeypatch):
+    """To make one outside of the pools of CUDA graphs takes a thread, 0.2 ms: not at every call."""
     launch = importlib.import_module("flexc.launch")
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    launch._refuse_waiting(torch.device("cpu"))
-    with pytest.raises(UnsupportedError, match="a CUDA graph is being captured.*FLEXC_DEVICE_MAPS=1"):
-        launch._refuse_waiting(torch.device("cuda"))
+    made = []
+    monkeypatch.setattr(launch, "outside_of_pools", lambda make, device: made.append(make()))
+    maps = {"forward": flexc.block_map(causal, 64, 64), "dkv": flexc.block_map(causal, 64, 64)}
+    for _ in range(3):
+        launch.Launch._walked(maps, torch.device("cuda"))
+    assert len(made) == 1 and made[0] is maps["dkv"].column_walk()  # `block_map` has made the rows of both

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,7 +16,7 @@ from flexc.sparsity.picture import EMPTY, FULL, PARTIAL
 from flexc.sparsity.proof import Proof
 from flexc.sparsity.runs import Runs, ranks
 from flexc.sparsity.tokens import TokenMask
-from flexc.sparsity.walk import Walk, walk_of
+from flexc.sparsity.walk import MadeWalks, Walk, runs_of, walk_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,29 +40,62 @@ class BlockMap:
         batch, heads: what the map covers, also where it has one entry for all because the mask does not read them.
         tokens: the mask itself for views by token, None where everything is allowed. It refers to the captured tensors: views show
             their present values, runs those of the time of classification.
-        proof: how the blocks were decided.
+        waited: on a GPU, why PyTorch operators made the map and the host waited for them; empty where kernels made it.
     """
 
-    _rows: Runs
+    _rows: Runs | None
     q_len: int
     kv_len: int
     block: tuple[int, int]
     batch: int
     heads: int
     tokens: TokenMask | None = None
-    proof: Proof = field(default_factory=Proof)
+    _proof: Proof | None = None
     _columns: Runs | None = None
     _walks: dict[str, Walk] = field(default_factory=dict)
+    _made: MadeWalks | None = None
+    waited: str = ""
+
+    @staticmethod
+    def of_walks(
+        made: MadeWalks, q_len: int, kv_len: int, block: tuple[int, int], batch: int, heads: int, tokens: TokenMask | None
+    ) -> BlockMap:
+        """The map of which walks were made, and nothing else yet: runs follow from them, and looking at runs waits for the device."""
+        return BlockMap(None, q_len, kv_len, block, batch, heads, tokens, _made=made)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy in another process has runs; what makes walks stays here."""
+        return {**vars(self), "_rows": self.rows(), "_proof": self.proof, "_walks": {}, "_made": None}
+
+    @property
+    def _source(self) -> Runs | MadeWalks:
+        """What the map was made from."""
+        source = self._rows if self._made is None else self._made
+        assert source is not None
+        return source
 
     @property
     def device(self) -> torch.device:
         """Where the map is."""
-        return self._rows.device
+        return self._source.device
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(B or 1, Hq or 1, ceil(q_len / Bq), ceil(kv_len / Bkv)): blocks."""
-        return self._rows.shape
+        return self._source.shape
+
+    @property
+    def proof(self) -> Proof:
+        """How the blocks were decided. Where kernels on a GPU made the map, this and every view of it wait for the device."""
+        if self._proof is None:
+            self._proof = Proof() if self._made is None else self._made.proof()
+        return self._proof
+
+    @property
+    def overflowed(self) -> int:
+        """Block rows whose lists and runs did not fit into the memory of a map that kernels made: all their blocks count as partial, from
+        the first that is not empty to the last."""
+        return 0 if self._made is None else self._made.overflowed()
 
     @property
     def runs(self) -> Runs:
@@ -72,22 +105,34 @@ class BlockMap:
 
     def rows(self) -> Runs:
         """For each query block the runs of key blocks."""
+        if self._rows is None:
+            assert self._made is not None
+            self._rows = runs_of(self._made.row_walk(), self.shape)
         return self._rows
 
     def columns(self) -> Runs:
         """For each key block the runs of query blocks: shape (B or 1, Hq or 1, ceil(kv_len / Bkv), ceil(q_len / Bq))."""
         if self._columns is None:
-            self._columns = self._rows.transposed()
+            self._columns = self.rows().transposed()
         return self._columns
+
+    def has_walk(self, side: str) -> bool:
+        """Whether the walk along "rows" or "columns" is made; if not, asking for it makes it."""
+        return side in self._walks or (self._made is not None and self._made.has_walk(side))
 
     def row_walk(self) -> Walk:
         """For each query block the key blocks to visit, as kernels read it."""
+        if self._made is not None:
+            return self._made.row_walk()
         if "rows" not in self._walks:
             self._walks["rows"] = walk_of(self.rows())
         return self._walks["rows"]
 
     def column_walk(self) -> Walk:
         """For each key block the query blocks to visit, as kernels read it."""
+        made = None if self._made is None else self._made.column_walk()
+        if made is not None:
+            return made
         if "columns" not in self._walks:
             self._walks["columns"] = walk_of(self.columns())
         return self._walks["columns"]
@@ -95,8 +140,8 @@ class BlockMap:
     @property
     def size_bytes(self) -> int:
         """Memory of the runs and walks made so far."""
-        parts = [self._rows, *([] if self._columns is None else [self._columns]), *self._walks.values()]
-        return sum(part.size_bytes for part in parts)
+        parts = (self._made, self._rows, self._columns, *self._walks.values())
+        return sum(part.size_bytes for part in parts if part is not None)
 
     def with_lengths(self, q_len: int, kv_len: int) -> BlockMap:
         """The map of the same mask for other lengths: derived anew, with the captured tensors' present contents, not cropped.
@@ -104,6 +149,8 @@ class BlockMap:
         Raises:
             ShapeError: a negative length.
         """
+        if self._made is not None:
+            return self._made.with_lengths(q_len, kv_len)
         from flexc.sparsity.classify import classify
 
         graph = Graph(()) if self.tokens is None or self.tokens.graph is None else self.tokens.graph
@@ -116,8 +163,8 @@ class BlockMap:
 
     def counts(self) -> dict[str, int]:
         """How many blocks are empty, partial and full."""
-        length = self._rows.length
-        visited, full = int(length.sum()), int(length[self._rows.full].sum())
+        length = self.rows().length
+        visited, full = int(length.sum()), int(length[self.rows().full].sum())
         return {"empty": self._blocks - visited, "partial": visited - full, "full": full}
 
     def sparsity(self) -> float:
@@ -135,14 +182,14 @@ class BlockMap:
             most_blocks: partial blocks to evaluate at most. Where there are more, so many are evaluated, evenly spread, and stand for all;
                 None evaluates every one.
         """
-        full = self._rows.full
-        tokens = self._rows_in(self._rows.row[full] % max(self.shape[2], 1))
-        total = int((self._rows.length[full] * tokens).sum()) * self.block[1]  # a full block has all its columns
+        full = self.rows().full
+        tokens = self._rows_in(self.rows().row[full] % max(self.shape[2], 1))
+        total = int((self.rows().length[full] * tokens).sum()) * self.block[1]  # a full block has all its columns
         partial = self.counts()["partial"]
         step = 1 if most_blocks is None else max(1, math.ceil(partial / most_blocks))
         at_once = self.tokens.tiles_per_chunk(math.prod(self.block)) if self.tokens is not None else 2**16
         allowed = seen = 0
-        for row, column in self._rows.blocks(at_once, step):
+        for row, column in self.rows().blocks(at_once, step):
             allowed += self._allowed_in(self._tiles(row, column))
             seen += len(row)
         total += allowed if step == 1 else round(allowed * partial / seen)
@@ -155,7 +202,7 @@ class BlockMap:
 
     def row_work(self) -> Tensor:
         """Blocks that each query block visits, summed over batch and heads: int64 [ceil(q_len / Bq)]."""
-        return self._rows.work()
+        return self.rows().work()
 
     @property
     def _blocks(self) -> int:
@@ -227,9 +274,10 @@ class BlockMap:
         """
         self._refuse_dense("map", self.shape)
         kind = torch.full((self._blocks,), EMPTY, dtype=torch.uint8, device=self.device)
-        length = self._rows.length
-        first = self._rows.row * self.shape[3] + self._rows.start
-        kind[first.repeat_interleave(length) + ranks(length)] = torch.where(self._rows.full, FULL, PARTIAL).byte().repeat_interleave(length)
+        runs = self.rows()
+        first = runs.row * self.shape[3] + runs.start
+        found = torch.where(runs.full, FULL, PARTIAL).byte()
+        kind[first.repeat_interleave(runs.length) + ranks(runs.length)] = found.repeat_interleave(runs.length)
         return kind.view(self.shape)
 
     def to_dense(self) -> Tensor:
@@ -254,7 +302,7 @@ class BlockMap:
         One character a block where it fits into `rows` lines of `columns` characters; otherwise one for each square of blocks, ▒ where
         they differ.
         """
-        return picture.draw(self._rows, self._entry(batch, head), columns, rows)
+        return picture.draw(self.rows(), self._entry(batch, head), columns, rows)
 
     def plot(self, path: str | Path, batch: int = 0, head: int = 0, title: str = "", inset: tuple[int, int] | None = None) -> None:
         """Draw the blocks of one batch element and head into an image file; axes are in tokens.

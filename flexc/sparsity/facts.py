@@ -27,7 +27,7 @@ from flexc.ir.interval import Claim, Interval, either, unless
 
 Tensor = torch.Tensor
 
-_SMALL_TABLE = 2**13  # elements up to which a table has one cell for each element
+SMALL_TABLE = 2**13  # elements up to which a table has one cell for each element
 SPARSE_CELLS = 2**15  # a sparse table has log2(cells) levels of as many cells
 _MOST_CELLS = 2**22
 _MOST_CELL_LENGTH = 128
@@ -233,7 +233,7 @@ def cell_length(elements: int, granule: int, dims: int, most_cells: int = _MOST_
         most_cells: cells grow until there are no more of them.
     """
     cell = 1
-    if elements > _SMALL_TABLE:
+    if elements > SMALL_TABLE:
         cell = max(c for c in range(1, _MOST_CELL_LENGTH + 1) if granule % c == 0)
     while elements // cell**dims > most_cells:
         cell *= 2

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from flexc.ir.eager import Environment, evaluate
 from flexc.ir.graph import POSITIONS, Graph, Node, inputs_of, topological
+from flexc.ir.text import format_graph, parse_graph
 
 Tensor = torch.Tensor
 
@@ -39,6 +41,12 @@ class TokenMask:
     scalars: tuple[int | float | Tensor, ...]
     device: torch.device
     graph: Graph | None = None
+
+    def __reduce__(self) -> tuple:
+        """The graph as text: its nodes are not made by pickle."""
+        if self.graph is None:
+            return super().__reduce__()  # pyright: ignore[reportReturnType]
+        return _of_text, (format_graph(self.graph), self.q_len, self.kv_len, self.block, self.tensors, self.scalars, self.device)
 
     def at(self, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """The mask at positions (int32, broadcast against each other); as small as the mask allows, to be broadcast."""
@@ -94,3 +102,9 @@ class TokenMask:
         first = index * block
         size = (length - first).clamp(max=block)
         return (first + torch.minimum((share * size).long(), size - 1)).int()
+
+
+def _of_text(text: str, q_len: int, kv_len: int, block: tuple[int, int], tensors: Any, scalars: Any, device: torch.device) -> TokenMask:
+    graph = parse_graph(text)
+    assert graph.mask is not None
+    return TokenMask(graph.mask, q_len, kv_len, block, tensors, scalars, device, graph)

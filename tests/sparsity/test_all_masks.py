@@ -34,8 +34,13 @@ def load_patterns():
 PATTERNS = load_patterns()
 
 
-def kinds_by_slabs(pattern, block: int) -> torch.Tensor:
+def kinds_by_slabs(pattern, block: int, device: str = "cpu") -> torch.Tensor:
     """The kind of every block from the user's function on tokens, one row of blocks at a time; the graph is not used."""
+    with torch.device(device):
+        return _kinds_by_slabs(pattern, block)
+
+
+def _kinds_by_slabs(pattern, block: int) -> torch.Tensor:
     kv_idx, kinds = torch.arange(pattern.length), []
     columns = -(-pattern.length // block)
     whole = torch.arange(1, columns + 1) * block <= pattern.length
@@ -50,19 +55,18 @@ def kinds_by_slabs(pattern, block: int) -> torch.Tensor:
     return torch.stack(kinds).view(pattern.batch, 1, -1, columns).byte()
 
 
-def check(name: str, length: int, block: int) -> None:
-    pattern = PATTERNS.mask_pattern(name, length, "cpu", batch=3)
-    blocks = flexc.block_map(pattern.mask, pattern.length, pattern.length, batch=pattern.batch, block=block)
-    true = kinds_by_slabs(pattern, block)
+def check(name: str, length: int, block: int, device: str = "cpu") -> None:
+    pattern = PATTERNS.mask_pattern(name, length, device, batch=3)
+    blocks = flexc.block_map(pattern.mask, pattern.length, pattern.length, batch=pattern.batch, block=block, device=device)
+    true = kinds_by_slabs(pattern, block, device)
     claimed = blocks.kind.expand_as(true)
     assert torch.equal(claimed[claimed != PARTIAL], true[claimed != PARTIAL]), "an empty or a full block is not"
     loose = (claimed == PARTIAL) & (true != PARTIAL)
     named = [tuple(place) for place in loose.nonzero()[:5].tolist()]
     assert loose.sum() < MOST_LOOSE * loose.numel(), f"{int(loose.sum())} of {loose.numel()} blocks are loose, such as {named}"
-    pairs = sum(
-        int(pattern.mask(b, 0, torch.arange(64)[:, None], torch.arange(pattern.length)).expand(64, -1).sum()) for b in range(pattern.batch)
-    )
-    head = flexc.block_map(pattern.mask, 64, pattern.length, batch=pattern.batch, block=block)
+    rows, columns = torch.arange(64, device=device)[:, None], torch.arange(pattern.length, device=device)
+    pairs = sum(int(pattern.mask(b, 0, rows, columns).expand(64, -1).sum()) for b in range(pattern.batch))
+    head = flexc.block_map(pattern.mask, 64, pattern.length, batch=pattern.batch, block=block, device=device)
     assert head.unmasked_pairs() == pairs
 
 
@@ -77,6 +81,13 @@ def test_masks_of_the_benchmark_agree_with_brute_force(name, length, block):
 @pytest.mark.parametrize("length", [4096, 8192, 16384])
 def test_long_masks_of_the_benchmark_agree_with_brute_force(name, length):
     check(name, length, 128)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PATTERNS.NAMES)
+@pytest.mark.parametrize("length, block", [(999, 32), (16384, 128)])
+def test_masks_of_the_benchmark_agree_with_brute_force_on_a_gpu(name, length, block):
+    check(name, length, block, "cuda")
 
 
 @pytest.mark.parametrize("name", PATTERNS.NAMES)

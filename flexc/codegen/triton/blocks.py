@@ -15,9 +15,20 @@ from flexc.codegen.triton.emit import captured_arguments, tidy
 from flexc.codegen.triton.plan import MAX_TOKENS
 from flexc.codegen.triton.signature import POINTERS
 from flexc.ir.graph import FLOAT32, INT64, Graph, inputs_of, topological
-from flexc.sparsity.facts import SPARSE_CELLS, cell_length, counts_tokens, is_wide
+from flexc.sparsity.facts import SMALL_TABLE, SPARSE_CELLS, cell_length, counts_tokens, is_wide
 
 TEMPLATE, TABLES_TEMPLATE = "triton/blocks.py.j2", "triton/blocks_tables.py.j2"
+COUNTED = {
+    "work": "tl.where(fits, partial_count + full_count, reach)",
+    "partial": "partial_count",
+    "full": "full_count",
+    "sampled": "sampled",
+    "evaluated": "evaluated",
+    "undecided": "undecided",
+    "overflowed": "1 - fits.to(tl.int32)",
+}
+"""What a kernel counts for its block row: the work of walking it, blocks by kind and by how they were decided, whether it overflowed."""
+
 _SPAN = 64  # blocks decided together by one vector, and along a square that is decided before its blocks are
 
 
@@ -32,7 +43,7 @@ class BlocksPlan:
         is_sorted: of each captured tensor, whether it was declared sorted.
         span: blocks of a vector; a square has as many along its side.
         samples: along each side of a block.
-        slab: rows of a block that are evaluated at once.
+        slab: of a block, what is evaluated at once: tokens along the side of the block row, and along the other.
         warps: of a program, which walks one block row.
         interpreted: for TRITON_INTERPRET=1.
     """
@@ -43,8 +54,8 @@ class BlocksPlan:
     is_sorted: tuple[bool, ...]
     span: int = _SPAN
     samples: int = 4
-    slab: int = 8
-    warps: int = 1
+    slab: tuple[int, int] = (8, 128)
+    warps: int = 4
     interpreted: bool = False
 
     def __str__(self) -> str:
@@ -68,7 +79,9 @@ def plan_blocks(
             if not wide or (is_sorted[slot] and wide == (len(node.args) - 1,)):
                 continue
             limit = {"most_cells": SPARSE_CELLS} if len(wide) == 1 else {}
-            cell = cell_length(elements[slot], granule if counts_tokens(node, wide) else 1, len(wide), **limit)
+            is_aligned = all(node.args[d].op == "input" for d in wide)  # cells of a block answer exactly, however small the table is
+            size = max(elements[slot], SMALL_TABLE + 1) if is_aligned else elements[slot]
+            cell = cell_length(size, granule if counts_tokens(node, wide) else 1, len(wide), **limit)
             # Two reads of one tensor share a table; the finer cells serve both.
             cells[slot, wide] = min(cell, cells.get((slot, wide), cell))
     return BlocksPlan(block, exact, tuple(sorted(cells.items())), tuple(is_sorted), interpreted=interpreted)
@@ -134,13 +147,12 @@ def emit_blocks(graph: Graph, plan: BlocksPlan, title: str = "") -> BlocksText:
         helpers |= printed.helpers
     arguments, _ = captured_arguments(graph)
     for table in program.tables:
-        numbers = table.numbers(graph.tensors[table.slot].rank)
-        pointers = [f"{table.name}_lo_ptr", f"{table.name}_hi_ptr"]
-        arguments.append(", ".join([*pointers, *numbers]) + ",")
+        ends = [f"{table.name}_lo_ptr", f"{table.name}_hi_ptr"]
+        arguments.append(", ".join([*ends, *table.numbers(graph.tensors[table.slot].rank)]) + ",")
     names = [name for line in arguments for name in line.rstrip(",").split(", ")]
     for side in sides:
         side.passed = ", ".join([f"{side.own}_lo", f"{side.own}_hi", "batch", "head", *side.bounds.live, *names])
-    unspecialised = [name for name in names if not name.endswith("_ptr")]
+    numbers, pointers = ("".join(f', "{name}"' for name in names if name.endswith("_ptr") is is_pointer) for is_pointer in (False, True))
     used: set[str] = set()
     mask = _mask_text(graph, plan, used) if plan.exact else MaskText()
     reads = ", ".join(sorted(inputs_of(graph.mask))) if graph.mask is not None else ""
@@ -154,15 +166,16 @@ def emit_blocks(graph: Graph, plan: BlocksPlan, title: str = "") -> BlocksText:
         needs_libdevice="libdevice" in used,
         arguments=arguments,
         mask_passed=", ".join(["batch", "head", *names]),
-        fixed_arguments="".join(f', "{name}"' for name in unspecialised),
+        fixed_arguments=numbers,
+        fixed_pointers=pointers,
         square_lanes=2 * plan.span,
-        widths={side.name: _power_of_two(side.other_block) for side in sides},
+        counted=list(COUNTED.values()),
     )
     return BlocksText(tidy(text), program.tables)
 
 
 def emit_tables() -> str:
-    """The module that builds sparse tables of facts; the same for every mask."""
+    """The module with what the maps of all masks share: sparse tables of facts, the order of block rows."""
     return tidy(render(TABLES_TEMPLATE))
 
 
@@ -180,7 +193,3 @@ def _mask_text(graph: Graph, plan: BlocksPlan, used: set[str]) -> MaskText:
     body.add(graph.mask)
     lines = body.take()
     return MaskText([line for level in (TILE, ROW, COLUMN, ELEMENT) for line in lines[level]], body.at(graph.mask, ELEMENT))
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()

@@ -1,0 +1,184 @@
+"""Who makes a block map: generated kernels on a GPU, PyTorch operators elsewhere and where there is no kernel for a mask.
+
+Kernels wait for nothing. Operators read from the device how far they have come.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from flexc import settings, sparsity
+from flexc.errors import UnsupportedError
+from flexc.ir.graph import Graph
+from flexc.sparsity import BlockMap, Proof, Walk
+from flexc.sparsity.tokens import TokenMask
+
+Tensor = torch.Tensor
+
+KERNEL_DEVICES = frozenset(["cuda"])
+
+
+def make_map(
+    graph: Graph,
+    q_len: int,
+    kv_len: int,
+    *,
+    batch: int,
+    heads: int,
+    block: tuple[int, int],
+    tensors: Sequence[Tensor],
+    scalars: Sequence[int | float],
+    device: torch.device,
+    title: str = "",
+    by_kernels: bool = False,
+) -> BlockMap:
+    """The map of `graph.mask`; arguments as for `sparsity.classify`.
+
+    On a GPU the walks are made at first need, and until then the tensors must stay as they are.
+
+    Args:
+        title: what the user calls the mask.
+        by_kernels: whatever FLEXC_DEVICE_MAPS says.
+
+    Raises:
+        UnsupportedError: a CUDA graph is being captured, and finding the blocks would have to wait for the GPU.
+    """
+    why = _why_not(graph, q_len, kv_len, device, by_kernels)
+    if why is None:
+        made = _KernelMap(graph, q_len, kv_len, batch, heads, block, tuple(tensors), tuple(scalars), device, title)
+        try:
+            return made.blocks()
+        except UnsupportedError as error:
+            why = str(error)
+    _refuse_waiting(device, why)
+    with torch.no_grad():
+        blocks = sparsity.classify(
+            graph, q_len, kv_len, batch=batch, heads=heads, block=block, tensors=tensors, scalars=scalars, device=device
+        )
+    blocks.waited = why
+    return blocks
+
+
+def _why_not(graph: Graph, q_len: int, kv_len: int, device: torch.device, by_kernels: bool) -> str | None:
+    """Why operators make the map, None if kernels do; empty where that is as it should be."""
+    if device.type not in KERNEL_DEVICES or graph.mask is None or not (q_len and kv_len):
+        return ""
+    if not (by_kernels or settings.current().device_maps):
+        return "FLEXC_DEVICE_MAPS=0"
+    if not _has_triton():
+        return "Triton is not installed"
+    return None
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@dataclass
+class _KernelMap:
+    """What a map made by kernels stands on: `sparsity.walk.MadeWalks`."""
+
+    graph: Graph
+    q_len: int
+    kv_len: int
+    batch: int
+    heads: int
+    block: tuple[int, int]
+    tensors: tuple[Tensor, ...]
+    scalars: tuple[int | float, ...]
+    device: torch.device
+    title: str
+    walks: Any = None
+    versions: tuple = ()
+
+    def blocks(self) -> BlockMap:
+        """The map. Its walks are made at first need."""
+        from flexc.block_kernels import build_on_gpu
+
+        sizes = {"batch": self.batch, "heads": self.heads, "block": self.block}
+        captured = {"tensors": self.tensors, "scalars": self.scalars, "device": self.device}
+        self.walks = build_on_gpu(self.graph, self.q_len, self.kv_len, **sizes, **captured, exact="auto", title=self.title)
+        self.device = self.walks.device
+        self.versions = tuple(map(version_of, self.tensors))
+        assert self.graph.mask is not None
+        mask = TokenMask(self.graph.mask, self.q_len, self.kv_len, self.block, self.tensors, self.scalars, self.device, self.graph)
+        return BlockMap.of_walks(self, self.q_len, self.kv_len, self.block, self.batch, self.heads, mask)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of the map."""
+        return self.walks.shape
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the walks made so far."""
+        return self.walks.size_bytes
+
+    def has_walk(self, side: str) -> bool:
+        """Whether the walk along "rows" or "columns" is made."""
+        return self.walks.has(side)
+
+    def row_walk(self) -> Walk:
+        """For each query block the key blocks to visit."""
+        return self.walks.row_walk()
+
+    def column_walk(self) -> Walk | None:
+        """For each key block the query blocks to visit; None if it is not made yet and the tensors have changed since the rows were."""
+        if not self.walks.has("columns") and self.walks.has("rows") and not is_capturing():
+            versions = tuple(map(version_of, self.tensors))
+            if None in versions or versions != self.versions:
+                return None
+        return self.walks.column_walk()
+
+    def proof(self) -> Proof:
+        """How the blocks were decided."""
+        return self.walks.counts().proof
+
+    def overflowed(self) -> int:
+        """Block rows that are walked from end to end."""
+        return self.walks.counts().overflowed
+
+    def with_lengths(self, q_len: int, kv_len: int) -> BlockMap:
+        """The map of the same mask for other lengths, with the tensors' present contents."""
+        sizes = {"batch": self.batch, "heads": self.heads, "block": self.block}
+        captured = {"tensors": self.tensors, "scalars": self.scalars, "device": self.device}
+        made = make_map(self.graph, q_len, kv_len, **sizes, **captured, title=self.title)
+        made.row_walk()
+        return made
+
+
+def version_of(tensor: Tensor) -> Any:
+    """What changes when the tensor is written to in place or given other memory; None where PyTorch does not count."""
+    return None if tensor.is_inference() else (tensor._version, tensor.data_ptr())
+
+
+def number_on(number: Tensor, device: torch.device) -> Tensor:
+    """A tensor of one number on the device. From the CPU it goes there with a launch, which waits for nothing; a copy would."""
+    if number.device.type != "cpu" or device.type != "cuda" or number.is_complex():
+        return number.to(device)
+    return torch.full((), number.item(), dtype=number.dtype, device=device)
+
+
+def stream_of(device: torch.device) -> int:
+    """Which stream of the device is current; 0 elsewhere."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" and device.index is not None else 0
+
+
+def is_capturing() -> bool:
+    """Whether what is launched is captured in a CUDA graph instead of run."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _refuse_waiting(device: torch.device, why: str) -> None:
+    if device.type == "cuda" and is_capturing():
+        raise UnsupportedError(
+            "a CUDA graph is being captured, and the blocks of the mask are not known yet: finding them waits for the GPU "
+            f"({why or 'there is no mask'}). Call the kernel once before the capture if the mask's tensors do not change"
+        )
