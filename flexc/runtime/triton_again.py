@@ -110,7 +110,7 @@ class _Printer:
         if walk is not None:
             self.paths |= {id(getattr(walk, name)): f"walk.{name}" for name in ("rows", "partial", "full", "order")}
         self.results = [self._result(place, result, q) for place, result in enumerate(results)]
-        self._check(tensors, walk)
+        self._check({"q": q, "k": k, "v": v}, tensors, walk)
 
     def _result(self, place: int, result: Tensor, q: Tensor) -> str:
         """How a result is allocated."""
@@ -123,11 +123,13 @@ class _Printer:
             raise _OtherLauncher
         return f"empty({tuple(result.shape)}, dtype=float32, device=device)"
 
-    def _check(self, tensors: Sequence[Tensor], walk: Any) -> None:
+    def _check(self, inputs: dict[str, Tensor], tensors: Sequence[Tensor], walk: Any) -> None:
         """Lines that return None where the binary or the literal arguments are not for this call."""
         tests = []
         for name, hook in (("launch_enter_hook", "enter"), ("launch_exit_hook", "leave")):
             tests.append(f"runtime.{name} is not {hook}" + ("" if self.known[hook] is None else f" or {hook}.calls"))
+        if any(x.data_ptr() % 16 for x in inputs.values()):  # who keeps the function knows that not all are aligned, but not which
+            tests += [f"({name}.data_ptr() % 16 == 0) is not {x.data_ptr() % 16 == 0}" for name, x in inputs.items()]
         for slot, tensor in enumerate(tensors):
             name = f"tensors[{slot}]"
             self.known[f"dtype{slot}"] = tensor.dtype

@@ -51,6 +51,24 @@ def test_import_loads_no_heavy_package(processes):
     assert processes[0][0] == processes[1][0] == []
 
 
+COMPILER = ("flexc.codegen.cpu", "flexc.codegen.cute", "flexc.codegen.triton", "flexc.passes.base2", "flexc.explain", "flexc.warmup")
+
+
+def test_import_loads_nothing_of_the_compiler():
+    program = "import sys, flexc; print([name for name in sys.argv[1].split(',') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program, ",".join(COMPILER)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_what_loads_later_is_there():
+    import flexc
+
+    assert flexc.Spec.__module__ == "flexc.warmup" and callable(flexc.integrations.transformers.register)
+    for place in (flexc, flexc.integrations):
+        with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+            getattr(place, "nothing")  # noqa: B009
+
+
 def test_warm_call_loads_no_heavy_package(processes):
     """Forward and backward, with a disk cache that has the kernel."""
     assert processes[1][1:] == [[], 0]

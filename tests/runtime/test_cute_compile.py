@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from flexc import settings
-from flexc.errors import ToolchainError
+from flexc.errors import NoCompileError, ToolchainError
 from flexc.runtime import cute_compile
 from flexc.runtime.cache import cache_of
-from flexc.runtime.cute_compile import CompiledKernel, CompiledModule, Launcher, compile_module, number, tensor
+from flexc.runtime.cute_compile import CompiledKernel, CompiledModule, CuteJob, Launcher, compile_module, number, tensor
 from flexc.runtime.module import load_module
 
 TEXT = """
@@ -135,6 +138,69 @@ def test_resources_are_a_table():
         "forward_kernel           168           0       1024    12",
         "forward_kernel: C7510 serialised",
     ]
+
+
+# --- who is told of compilations; a stand-in for the DSL writes the object ---------------------------------------------------------------
+
+
+class Observer:
+    def __init__(self, forbids=False):
+        self.seen, self.forbids = [], forbids
+
+    def missing(self, kernel):
+        self.seen.append(("missing", kernel))
+        if self.forbids:
+            raise NoCompileError("forbidden")
+
+    def ready(self, kernel, compiled, seconds):
+        self.seen.append((kernel, compiled))
+        assert seconds >= 0
+
+
+@pytest.fixture
+def module(tmp_path, store, monkeypatch):
+    """A module of one launcher whose compiler writes three bytes."""
+
+    def launch(x, stream):
+        raise AssertionError("is not run")
+
+    class Compiled:
+        def export_to_c(self, file, function_name):
+            Path(file).write_bytes(b"obj")
+
+    monkeypatch.setattr(Launcher, "compiled", lambda self, *options: Compiled())
+    made = Launcher(launch, arch="sm_90a", arguments=(tensor("x", "float32", ("n",)),))
+    return SimpleNamespace(LAUNCHERS={"scale_kernel": made})
+
+
+def test_compilations_are_told(module):
+    first, second = Observer(), Observer()
+    cute_compile.watch(module, first)
+    assert module.LAUNCHERS["scale_kernel"].entry().path("launch.o").read_bytes() == b"obj"
+    cute_compile.watch(module, second)
+    module.LAUNCHERS["scale_kernel"].entry()
+    assert first.seen == [("missing", "scale_kernel"), ("scale_kernel", True)]
+    assert second.seen == [("scale_kernel", False)]
+
+
+def test_a_compilation_that_is_forbidden_leaves_nothing(module, store):
+    observer = Observer(forbids=True)
+    cute_compile.watch(module, observer)
+    with pytest.raises(NoCompileError):
+        module.LAUNCHERS["scale_kernel"].prepare()
+    assert observer.seen == [("missing", "scale_kernel")]
+    cute_compile.watch(module, Observer())
+    module.LAUNCHERS["scale_kernel"].entry()
+
+
+def test_a_job_fills_the_cache(module, tmp_path):
+    (tmp_path / "kernel.py").write_text("text")
+    job = CuteJob(str(tmp_path / "kernel.py"), ("scale_kernel",))
+    assert json.loads(job.to_json()) == {"path": str(tmp_path / "kernel.py"), "launchers": ["scale_kernel"]} and job.source == "text"
+    observer = Observer()
+    cute_compile.watch(module, observer)
+    job.compile(module)
+    assert observer.seen[-1] == ("scale_kernel", True)
 
 
 def test_arguments_are_data():

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from flexc.codegen.levels import COLUMN, ELEMENT, ROW, TILE, captured, rate_levels
 from flexc.codegen.triton.rows import TRITON_DTYPES, spell
 from flexc.ir.bounds import anything, bounds
-from flexc.ir.graph import BOOL, FLOAT32, Graph, Node, const_value, topological
+from flexc.ir.collisions import is_diagonal
+from flexc.ir.graph import BOOL, FLOAT32, INT32, LEAVES, Graph, Node, const_value, input_node, topological
 from flexc.ir.interval import Interval
 from flexc.ir.ops import feeding_steps
 
@@ -45,6 +46,9 @@ class Body:
         tanh: which form of it, see `Plan`.
         interpreted: libdevice and inline assembly are missing.
         transposed: the tile is held as [columns, rows].
+        is_flat: there is no tile: q_idx and kv_idx are vectors of the same pairs, and both at the level `row`.
+        mark: what tells names of values from those of another body in the same kernel.
+        tile: rows and columns, of a kernel that computes values of diagonals once for each; None where each pair has its own.
         levels, lines, names, uses, stepped: of each node its level, the statements printed, the name of its value; helpers that the text
             calls; nodes that a step function reads.
     """
@@ -54,15 +58,20 @@ class Body:
     tanh: str
     interpreted: bool
     transposed: bool = False
+    is_flat: bool = False
+    mark: str = ""
+    tile: tuple[int, int] | None = None
     levels: dict[Node, str] = field(default_factory=dict)
     lines: dict[str, list[str]] = field(default_factory=lambda: {level: [] for level in LEVELS})
     names: dict[Node, str] = field(default_factory=dict)
     uses: set[str] = field(default_factory=set)
     stepped: Collection[Node] = ()
     _comment: object = None
+    _along: Body | None = None
+    _spreads: dict[Node, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.levels = rate_levels(self.graph)
+        self.levels = rate_levels(self.graph, self.is_flat)
         self.stepped = feeding_steps([node for _, node in self.graph.outputs])
 
     # --- facts for rows.py ---
@@ -90,8 +99,13 @@ class Body:
 
     def add(self, root: Node) -> None:
         """Print everything that `root` needs and that is not printed yet."""
-        for node in topological([root]):
-            self._print(node)
+        order, needed = topological([root]), {root}
+        for node in reversed(order):
+            if node in needed and not self._is_spread(node):
+                needed.update(node.args)
+        for node in order:
+            if node in needed:
+                self._print(node)
 
     def at(self, node: Node, level: str) -> str:
         """How a printed node is written in a statement of `level`."""
@@ -114,11 +128,13 @@ class Body:
             self.names[node] = node.attrs[0]
         elif node.op == "scalar":
             self.names[node] = captured(self.graph, self.graph.scalars[node.attrs[0]].name)
+        elif self._is_spread(node):
+            self.names[node] = self._spread_over_tile(node)
         elif node.op == "gather":
             self.names[node] = self._gather(node)
         else:
             level = self.levels[node]
-            name = f"x{len(self.names)}"
+            name = f"x{self.mark}{len(self.names)}"
             operands = [self.at(a, level) for a in node.args]
             self._assign(level, name, _cast(node, operands[0]) if node.op == "cast" else spell(node, operands, self), node)
             self.names[node] = name
@@ -131,12 +147,47 @@ class Body:
             self._comment = where
         self.lines[level].append(f"{name} = {expression}{comment}")
 
+    # --- values of diagonals ---
+
+    def _is_spread(self, node: Node) -> bool:
+        """Whether the node is computed for each diagonal of the tile: it reads a captured tensor by q_idx - kv_idx."""
+        if self.tile is None or node.op in LEAVES or self.levels[node] != ELEMENT or node.dtype not in (FLOAT32, INT32):
+            return False
+        if node not in self._spreads:
+            reads = any(below.op == "gather" and self.levels[below] == ELEMENT for below in topological([node]))
+            self._spreads[node] = reads and is_diagonal(node)
+        return self._spreads[node]
+
+    def _spread_over_tile(self, node: Node) -> str:
+        """Print the node for a vector of diagonals, by a pair of positions on each, and spread it over the tile.
+
+        A query past the end reads what the last one does: it might read no number, where the mask forbids others to.
+        """
+        assert self.tile is not None
+        rows, columns = self.tile
+        if self._along is None:
+            self._along = Body(self.graph, self.known, self.tanh, self.interpreted, uses=self.uses, mark="along", is_flat=True)
+            self._along.names |= {input_node("q_idx"): "along_q", input_node("kv_idx"): "along_kv"}
+            self.lines[ELEMENT] += [
+                f"along = first_row - first_column - {columns - 1} + tl.arange(0, {2 * max(rows, columns)})  # q_idx - kv_idx",
+                "along_q = tl.minimum(tl.maximum(along, 0), q_len - 1)",
+                "along_kv = tl.minimum(tl.maximum(-along, 0), kv_len - 1)",
+            ]
+        self._along.add(node)
+        lines = self._along.take()
+        self.lines[TILE] += lines[TILE]
+        self.lines[ELEMENT] += lines[ROW]
+        name = f"x{self.mark}{len(self.names)}"
+        spread = self.need("spread_transposed" if self.transposed else "spread")
+        self._assign(ELEMENT, name, f"{spread}({self._along.at(node, ROW)}, q_len - 1 - first_row, {rows}, {columns})", node)
+        return name
+
     # --- captured tensors ---
 
     def _gather(self, node: Node) -> str:
         tensor = self.graph.tensors[node.attrs[0]]
         given = captured(self.graph, tensor.name)
-        name = f"{given}_{len(self.names)}"
+        name = f"{given}_{self.mark}{len(self.names)}"
         pointer, guard = self.address(node, f"{given}_ptr", f"{given}_stride", name)
         level = self.levels[node]
         mask = f", mask={guard}, other=0" if guard else ""

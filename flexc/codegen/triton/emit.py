@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 from flexc.codegen.levels import COLUMN, ELEMENT, ROW, TILE, captured, position_bounds
 from flexc.codegen.templates import header_of, render
 from flexc.codegen.triton.body import Body, has_weight_past_the_end
+from flexc.codegen.triton.gradients import BINS, Buffer, Term, print_gradients
+from flexc.codegen.triton.gradients import HELPERS as GRADIENT_HELPERS
 from flexc.codegen.triton.plan import MAX_TOKENS, Plan
 from flexc.ir.graph import Graph, Node, inputs_of, is_const
 from flexc.target import Target
@@ -51,32 +54,18 @@ def truncate(x):
     return tl.where(x < 0, tl.ceil(x), tl.floor(x))''',
     "tanh_exp2": _TANH.format(name="tanh_exp2", inverse=_RECIPROCAL),
     "tanh_interpreted": _TANH.format(name="tanh_interpreted", inverse="1.0 / grown"),
+    "spread": '''@triton.jit
+def spread(values, last_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of each pair of the tile the value of its diagonal, where the first value is that of the last column's first row."""
+    row, column = tl.minimum(tl.arange(0, ROWS), last_row)[:, None], tl.arange(0, COLUMNS)[None, :]
+    return tl.gather(values, (row - column + (COLUMNS - 1)).reshape(ROWS * COLUMNS), 0).reshape(ROWS, COLUMNS)''',
+    "spread_transposed": '''@triton.jit
+def spread_transposed(values, last_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of each pair of the tile [COLUMNS, ROWS] the value of its diagonal, where the first value is that of the last column's first row."""
+    row, column = tl.minimum(tl.arange(0, ROWS), last_row)[None, :], tl.arange(0, COLUMNS)[:, None]
+    return tl.gather(values, (row - column + (COLUMNS - 1)).reshape(ROWS * COLUMNS), 0).reshape(COLUMNS, ROWS)''',
+    **GRADIENT_HELPERS,
 }
-
-
-@dataclass(frozen=True)
-class Term:
-    """The gradient of one captured tensor read by one gather.
-
-    Attributes:
-        kind: "sum" (reduced over the tile's loop, one atomic at the end) or "scatter" (one atomic for each element).
-        name: of the accumulator.
-        contribution: name of what one block adds.
-        times: "" or " * factor".
-        guard: the factor can be infinite or NaN where the mask forbids.
-        pointer, total, masked: arguments of the atomic, the last one with its leading comma.
-        and_inside: bounds guard of a scatter, with its leading " & ".
-    """
-
-    kind: str
-    name: str
-    contribution: str
-    times: str
-    guard: bool
-    pointer: str
-    total: str
-    masked: str
-    and_inside: str
 
 
 @dataclass
@@ -89,8 +78,9 @@ class Kernel:
         reads_rows, reads_columns, …: which positions the statements name.
         guard_rows: the weight of a query past the end must be set to 0, where it would reach a sum.
         times_dscore, guard_dscore: factor of the raw score's gradient.
-        terms: gradients of captured tensors; gradient_arguments, gradient_slots: their buffers.
-        also: what the docstring says of them.
+        terms: gradients of captured tensors; gradient_arguments, buffers: what they are added to.
+        shared: inputs among "batch" and "head" that the block of threads goes through in turn.
+        also: what the docstring says of the gradients.
     """
 
     columns: int = 0
@@ -111,15 +101,21 @@ class Kernel:
     guard_rows: bool = False
     times_dscore: str = ""
     guard_dscore: bool = False
-    terms: list[Term] = field(default_factory=list)
+    terms: tuple[Term, ...] = ()
     gradient_arguments: list[str] = field(default_factory=list)
-    gradient_slots: list[int] = field(default_factory=list)
+    buffers: tuple[Buffer, ...] = ()
+    shared: frozenset[str] = frozenset()
     also: str = ""
 
     @property
     def sums(self) -> list[Term]:
         """Terms with an accumulator."""
         return [t for t in self.terms if t.kind == "sum"]
+
+    @property
+    def members(self) -> str:
+        """What the block of threads goes through in turn, "" for nothing."""
+        return "_and_".join(sorted(self.shared))
 
 
 def emit(graph: Graph, plan: Plan, target: Target, *, title: str = "") -> str:
@@ -133,14 +129,17 @@ def emit(graph: Graph, plan: Plan, target: Target, *, title: str = "") -> str:
     """
     known = position_bounds(graph, MAX_TOKENS)
     used: set[str] = set()
-    kernels = {kind: _kernel(graph, plan, known, kind, used) for kind in ("forward", "dq", "dkv")}
+    kernels = {kind: print_kernel(graph, plan, known, kind, used) for kind in ("forward", "dq", "dkv")}
     arguments, fixed = captured_arguments(graph)
     host = render(
         "triton/host.py.j2",
         plan=plan,
         captured=[(t.name, t.rank, t.needs_grad) for t in graph.tensors],
-        dq_gradients=kernels["dq"].gradient_slots,
-        dkv_gradients=kernels["dkv"].gradient_slots,
+        dq_buffers=kernels["dq"].buffers,
+        dkv_buffers=kernels["dkv"].buffers,
+        members=kernels["dq"].members,
+        places=2 * target.sm_count,
+        bins=BINS,
         l2_bytes=target.l2_bytes,
     )
     text = render(
@@ -152,6 +151,8 @@ def emit(graph: Graph, plan: Plan, target: Target, *, title: str = "") -> str:
         arguments=arguments,
         fixed_arguments="".join(f', "{name}"' for name in fixed),
         host=host,
+        bins=BINS,
+        has_bins=any(buffer.dtype == "bins" for kernel in kernels.values() for buffer in kernel.buffers),
         **kernels,
     )
     return tidy(text)
@@ -173,9 +174,10 @@ def captured_arguments(graph: Graph) -> tuple[list[str], list[str]]:
     return lines, fixed
 
 
-def _kernel(graph: Graph, plan: Plan, known: dict, kind: str, used: set[str]) -> Kernel:
-    body = Body(graph, known, plan.tanh, plan.interpreted, transposed=kind == "dkv", uses=used)
+def print_kernel(graph: Graph, plan: Any, known: dict, kind: str, used: set[str]) -> Kernel:
+    """Statements of the kernel "forward", "dq" or "dkv"; the plan has its tile under that name. Adds the helpers it calls to `used`."""
     tile = plan.forward if kind == "forward" else plan.dq if kind == "dq" else plan.dkv
+    body = Body(graph, known, plan.tanh, plan.interpreted, transposed=kind == "dkv", tile=(tile.rows, tile.columns), uses=used)
     kernel = Kernel(columns=tile.columns)
     logit, outer = _output(graph, "logit2"), _output(graph, "outer")
     roots = [logit, outer]
@@ -194,7 +196,16 @@ def _kernel(graph: Graph, plan: Plan, known: dict, kind: str, used: set[str]) ->
             roots.append(dscore)
             kernel.times_dscore = f" * {body.at(dscore, ELEMENT)}"
             kernel.guard_dscore = not _is_finite(body, dscore)
-        roots += _gradients(graph, body, kernel, kind)
+        found = print_gradients(graph, plan, kind, body, lambda factor: _is_finite(body, factor))
+        roots += found.roots
+        kernel.terms, kernel.buffers, kernel.shared = found.terms, found.buffers, found.shared
+        for buffer in found.buffers:
+            strides = "".join(f", {buffer.arguments}_stride{i}" for i in range(buffer.rank))
+            step = f", {buffer.arguments}_step" if buffer.dtype == "bins" else ""
+            kernel.gradient_arguments.append(f"{buffer.arguments}_ptr{step}{strides},")
+        if found.buffers:
+            names = dict.fromkeys(graph.tensors[buffer.slot].name for buffer in found.buffers)
+            kernel.also = " and what they add to the gradients of " + ", ".join(names)
         kernel.guard_rows = (kind == "dkv" or bool(kernel.terms)) and has_weight_past_the_end(graph, MAX_TOKENS)
     lines = body.take()
     kernel.tile, kernel.row, kernel.column, kernel.element = (lines[level] for level in (TILE, ROW, COLUMN, ELEMENT))
@@ -223,49 +234,6 @@ def _is_finite(body: Body, factor: Node) -> bool:
         return True
     interval = body.known[factor]
     return not interval.nan and not interval.is_infinite
-
-
-def _gradients(graph: Graph, body: Body, kernel: Kernel, kind: str) -> list[Node]:
-    """Print the captured tensors' gradients that this kernel adds up: those by key in dkv, all others in dq."""
-    roots: list[Node] = []
-    k = 0
-    while (gather := graph.get(f"gather:{k}")) is not None:
-        factor = _output(graph, f"dgather:{k}")
-        level = body.levels[gather]
-        if (level == COLUMN) == (kind == "dkv"):
-            tensor = graph.tensors[gather.attrs[0]]
-            for index in gather.args:
-                body.add(index)
-            body.add(factor)
-            roots += [*gather.args, factor]
-            given = captured(graph, tensor.name)
-            name = f"{given}_grad{k}"
-            pointer, inside = body.address(gather, f"{given}_grad_ptr", f"{given}_grad_stride", name)
-            times = "" if is_const(factor, 1.0) else f" * {body.at(factor, ELEMENT)}"
-            is_sum = level != ELEMENT
-            conditions = {ROW: ["stored"], COLUMN: ["(columns < kv_len)"]}.get(level, []) + ([inside] if inside else [])
-            kernel.terms.append(
-                Term(
-                    kind="sum" if is_sum else "scatter",
-                    name=name,
-                    contribution=f"{name}_part",
-                    times=times,
-                    guard=not _is_finite(body, factor),
-                    pointer=pointer,
-                    total=name if level != TILE else f"tl.sum({name}, 0)",
-                    masked=f", mask={' & '.join(conditions)}" if conditions else "",
-                    and_inside=f" & {inside}" if inside else "",
-                )
-            )
-            slot = gather.attrs[0]
-            if slot not in kernel.gradient_slots:
-                kernel.gradient_slots.append(slot)
-                strides = "".join(f", {given}_grad_stride{i}" for i in range(tensor.rank))
-                kernel.gradient_arguments.append(f"{given}_grad_ptr{strides},")
-        k += 1
-    if kernel.gradient_slots:
-        kernel.also = " and what they add to the gradients of " + ", ".join(graph.tensors[s].name for s in kernel.gradient_slots)
-    return roots
 
 
 def _output(graph: Graph, name: str) -> Node:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import Any
 
 from flexc.codegen.triton.tiles import ELEMENT_BYTES, Tile, candidates, chunked, is_asynchronous
 from flexc.errors import UnsupportedError
+from flexc.ir.collisions import DIAGONAL, gradient_terms, is_diagonal
 from flexc.ir.graph import Graph
 from flexc.target import Target
 
@@ -28,7 +31,10 @@ class Plan:
         tma: tensor descriptors (bulk copies by hardware) in place of pointers.
         tanh: its form: "hardware" (relative error 2^-11), "exp2" (2^-18), or "libdevice" (to the last bits of float32).
         input_precision: of matrix products on float32: "ieee" or "tf32".
+        deterministic: gradients of captured tensors do not depend on the order of additions.
+        overlap: dkv_kernel starts while the last blocks of dq_kernel run (programmatic dependent launch, from Hopper on).
         interpreted: for TRITON_INTERPRET=1, where libdevice and inline assembly are missing.
+        max_scores: the forward kernel also writes the largest score of each row.
     """
 
     arch: str
@@ -45,7 +51,10 @@ class Plan:
     tma: bool
     tanh: str
     input_precision: str
+    deterministic: bool = False
+    overlap: bool = False
     interpreted: bool = False
+    max_scores: bool = False
 
     def __str__(self) -> str:
         from dataclasses import fields
@@ -63,7 +72,9 @@ def make_plan(
     group: int,
     tma: bool,
     precision: str = "fast",
+    deterministic: bool = False,
     interpreted: bool = False,
+    max_scores: bool = False,
     tiles: dict[str, Tile] | None = None,
 ) -> Plan:
     """The default plan.
@@ -75,6 +86,8 @@ def make_plan(
         group: Hq / Hkv.
         tma: the tensors allow bulk copies (16-byte aligned base and strides).
         precision: "fast", "exact" (no hardware approximations) or "tf32" (fast, and float32 products in TF32).
+        deterministic: gradients of captured tensors must not depend on the order of additions.
+        max_scores: also return the largest score of each row.
         tiles: replaces the computed tile of "forward", "dq" or "dkv".
 
     Raises:
@@ -87,7 +100,8 @@ def make_plan(
     chosen: dict[str, Tile] = dict(tiles or {})
     for kind in ("forward", "dq", "dkv"):
         if kind not in chosen:
-            fitting = candidates(kind, target, dtype, head_dim, head_dim_v, precision)
+            scratch = functools.partial(scratch_bytes, graph, kind)
+            fitting = candidates(kind, target, dtype, head_dim, head_dim_v, precision, scratch)
             if not fitting:
                 raise UnsupportedError(
                     f"head dimensions ({head_dim}, {head_dim_v}) in {dtype} on the triton backend for {target.arch}: "
@@ -109,13 +123,16 @@ def make_plan(
         dkv=chosen["dkv"],
         walk="dense" if graph.mask is None else "runs",
         tma=tma and not interpreted and all(is_asynchronous(kind, tile, target, dtype) for kind, tile in chosen.items()),
-        tanh=_tanh_form(dtype, precision),
+        tanh=tanh_form(dtype, precision),
         input_precision="tf32" if precision == "tf32" else "ieee",
+        deterministic=deterministic and any(t.needs_grad for t in graph.tensors),
+        overlap=target.capability >= 90 and not interpreted,
         interpreted=interpreted,
+        max_scores=max_scores,
     )
 
 
-def _tanh_form(dtype: str, precision: str) -> str:
+def tanh_form(dtype: str, precision: str) -> str:
     """The cheapest form whose error is below what rounding q·k costs eager PyTorch: 2^-9 relative in bfloat16, 2^-12 in float16.
 
     The hardware's is not below 2^-12, and where tanh saturates eager PyTorch rounds less still.
@@ -125,8 +142,16 @@ def _tanh_form(dtype: str, precision: str) -> str:
     return {"bfloat16": "hardware", "float16": "exp2"}.get(dtype, "libdevice")
 
 
-def map_blocks(plan: Plan) -> dict[str, tuple[int, int]]:
-    """Tokens per block of the maps that the kernels walk, by kernel; none where every block is visited."""
-    if plan.walk == "dense":
+def scratch_bytes(graph: Graph, kind: str, tile: Tile) -> int:
+    """Shared memory for values of diagonals: of a vector that is spread over the tile, or a tile whose rows are turned round."""
+    is_summed = kind == "dq" and any(term.collisions == DIAGONAL for term in gradient_terms(graph))
+    reads = any(node.op == "gather" and is_diagonal(node) for node in graph.nodes())
+    return 4 * tile.rows * tile.columns if is_summed else 16 * max(tile.rows, tile.columns) if reads else 0
+
+
+def map_blocks(plan: Any) -> dict[str, tuple[int, int]]:
+    """Tokens per block of the maps that the kernels of a plan walk, by kernel; none where they walk no map."""
+    if plan.walk != "runs":
         return {}
-    return {kind: (tile.rows, tile.columns) for kind, tile in (("forward", plan.forward), ("dq", plan.dq), ("dkv", plan.dkv))}
+    tiles = {kind: getattr(plan, kind) for kind in ("forward", "dq", "dkv") if hasattr(plan, kind)}
+    return {kind: (tile.rows, tile.columns) for kind, tile in tiles.items()}

@@ -7,6 +7,7 @@ the tables prefer what was timed (Hopper), else the most reuse.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from flexc.target import KIB, Target
@@ -258,8 +259,18 @@ def _elements_for_registers(
     return pipelined, in_turn + (weights + turned if dtype == "float32" else max(weights, turned))
 
 
-def candidates(kind: str, target: Target, dtype: str, head_dim: int, head_dim_v: int, precision: str = "fast") -> list[Tile]:
+def candidates(
+    kind: str,
+    target: Target,
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    precision: str = "fast",
+    scratch: Callable[[Tile], int] = lambda tile: 0,
+) -> list[Tile]:
     """Tiles of "forward", "dq" or "dkv" that fit the target, best guess first, at most `MOST_CANDIDATES`.
+
+    `scratch` is the shared memory that a score function takes besides.
 
     Those that keep too few warps on an SM, because shared memory has no room for a second block, come last.
     """
@@ -267,7 +278,7 @@ def candidates(kind: str, target: Target, dtype: str, head_dim: int, head_dim_v:
     listed = [
         Tile(*numbers) for numbers, widest in _table(target, dtype)[kind].items() if (head_dim + head_dim_v) / 2 <= widest[pieces - 1]
     ]
-    needed = {tile: smem_bytes(kind, tile, target, dtype, head_dim, head_dim_v, precision) for tile in listed}
+    needed = {tile: smem_bytes(kind, tile, target, dtype, head_dim, head_dim_v, precision) + scratch(tile) for tile in listed}
     fitting = [tile for tile in listed if needed[tile] <= target.smem_bytes]
     fitting.sort(key=lambda tile: target.smem_bytes_per_sm // (needed[tile] + KIB) * tile.warps < _BUSY_WARPS)
     largest = max((tile.rows * tile.columns for tile in fitting), default=0)

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import tempfile
 import warnings
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 import flexc
 from flexc.check import compare
+from flexc.codegen.triton import Tile
 from flexc.reference import reference
 from tests.accuracy import normal, qkv
 
 
-def report_of(score_mod, mask_mod, captured=None, q_len=20, kv_len=33) -> str:
+def report_of(score_mod, mask_mod, captured=None, q_len=20, kv_len=33, batch=1, tiles=(), **options) -> str:
     """Forward and backward against plain PyTorch, on lengths that are no multiples of a tile."""
     warnings.simplefilter("ignore")  # NumPy's, of rows past the end
-    q, k, v = qkv(1, 2, 1, q_len, kv_len, 16, grad=True)
-    report = compare(flexc.attention(score_mod, mask_mod, backend="triton"), q, k, v, captured or {})
-    return "" if report.ok else str(report)
+    q, k, v = qkv(batch, 2, 1, q_len, kv_len, 16, grad=True)
+    kernel = flexc.attention(score_mod, mask_mod, backend="triton", **options)
+    kernel._options = replace(kernel._options, tiles=tiles)
+    report = compare(kernel, q, k, v, captured or {})
+    return "" if report.ok else f"{options} {tiles}\n{report}"
 
 
 def tensors_named_like_the_kernels_own() -> str:
@@ -139,7 +147,125 @@ def rows_of_the_least_number() -> str:
     return "\n".join(wrong)
 
 
+def causal(batch, head, q_idx, kv_idx):
+    return q_idx + 13 >= kv_idx
+
+
+def gradients_that_meet_in_every_way() -> str:
+    """Blocks that the mask skips for one batch element and not for the other; tensors read twice; half precision; a view."""
+    number, slopes, rows = normal(seed=1, grad=True), normal(2, seed=2, grad=True), normal(20, seed=3, grad=True)
+    columns, relative = normal(2, 33, seed=4, grad=True), normal(2, 60, seed=5, grad=True)
+    pairs, wide, half = normal(33, 33, seed=6, grad=True), normal(2, 2, 20, 33, seed=7, grad=True), normal(2, 20, 33, seed=8, grad=True)
+    narrow = normal(2, 2, 20, 33, seed=10).to(torch.float16).requires_grad_()
+    table, halved = normal(40, seed=9, grad=True), half.detach().to(torch.float16).transpose(0, 1).contiguous().transpose(0, 1)
+    halved.requires_grad_()
+    ids = torch.tensor([[0] * 9 + [1] * 24, [0] * 30 + [1] * 3])
+
+    def score(score, batch, head, q_idx, kv_idx):
+        by_row = score * number - slopes[head] * (q_idx - kv_idx) * 0.1 + rows[q_idx] * score * 0.1 + columns[batch, kv_idx]
+        by_pair = pairs[q_idx, kv_idx] + pairs[kv_idx, q_idx] + wide[batch, head, q_idx, kv_idx] * score + halved[head, q_idx, kv_idx]
+        diagonal = relative[head, q_idx - kv_idx + 33] + relative[1, (q_idx - kv_idx) % 7] * score
+        return by_row + by_pair + narrow[batch, head, q_idx, kv_idx] + diagonal + table[q_idx + kv_idx // 4] + slopes[0]
+
+    def mask(batch, head, q_idx, kv_idx):
+        return (ids[batch, q_idx] == ids[batch, kv_idx]) & (q_idx + 13 >= kv_idx)
+
+    captured = {"number": number, "slopes": slopes, "rows": rows, "columns": columns, "relative": relative, "pairs": pairs, "wide": wide}
+    captured |= {"halved": halved, "narrow": narrow, "table": table}
+    return "".join(report_of(score, mask, captured, batch=2, deterministic=way) for way in (False, True))
+
+
+def diagonals_of_tiles_of_any_shape() -> str:
+    relative = normal(60, seed=5, grad=True)
+    shapes = [(8, 16), (16, 8), (32, 16), (16, 64), (64, 32), (64, 64), (128, 64)]
+    tiles = [(("dq", Tile(rows, columns, 4, 1)),) for rows, columns in shapes]
+    return "".join(report_of(lambda s, b, h, i, j: s + relative[i - j + 33], causal, {"relative": relative}, tiles=tile) for tile in tiles)
+
+
+def tables_that_are_not_numbers_where_the_mask_forbids() -> str:
+    """In a block that is full for the queries there are, a query past the end would read what no allowed pair does."""
+    relative, number = normal(60, seed=5), normal(seed=1, grad=True)
+    relative[33 + 10 :] = math.nan
+    relative.requires_grad_()
+    tiles = tuple((kind, Tile(16, 16, 4, 1)) for kind in ("forward", "dq", "dkv"))
+    q, k, v = qkv(1, 2, 1, 20, 33, 16, grad=True)
+    kernel = flexc.attention(lambda s, b, h, i, j: s * number + relative[i - j + 33], lambda b, h, i, j: i - j < 10, backend="triton")
+    kernel._options = replace(kernel._options, tiles=tiles)
+    found = torch.autograd.grad(kernel(q, k, v).square().sum(), [q, k, v, number, relative])
+    return "" if all(x.isfinite().all() for x in found) else f"not finite: {[int((~x.isfinite()).sum()) for x in found]} elements"
+
+
+_PROBE = """
+
+
+@triton.jit
+def probe(values_ptr, bins_ptr, count: tl.constexpr):
+    places = tl.arange(0, count)
+    deposit(bins_ptr + places * 0, 1, tl.load(values_ptr + places), places >= 0)
+"""
+
+
+def integers_add_up_floats() -> str:
+    """Of 60 orders of magnitude, as exactly as float64 holds what comes out, in any order; infinities and NaN are seen."""
+    slopes = normal(2, seed=1, grad=True)
+    q, k, v = qkv(1, 2, 1, 16, 16, 16)
+    kernel = flexc.attention(lambda s, b, h, i, j: s * slopes[h], backend="triton", deterministic=True)
+    kernel(q, k, v)
+    from flexc.runtime.module import load_module
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "probe.py"
+        path.write_text(kernel.source + _PROBE)
+        module = load_module(kernel.source + _PROBE, path)
+
+        def total(values):
+            bins = torch.zeros(32, 1, dtype=torch.int64)
+            module.probe[(1,)](values, bins, len(values))
+            return module.summed(bins)
+
+        magnitudes = torch.linspace(-33, 27, 1024, dtype=torch.float64)
+        values = (10**magnitudes * torch.randn(1024, generator=torch.Generator().manual_seed(0)).double()).float()
+        values[5], values[6] = 0.0, -0.0
+        wrong = []
+        for part in (values, values[:512], -values[256:512].abs(), values[:16]):
+            found, other = total(part), total(part.flip(0).contiguous())
+            truth = torch.tensor([math.fsum(part.tolist())]).float()
+            if not found.equal(truth) or not other.equal(found):
+                wrong.append(f"{found.item()!r} and {other.item()!r} in place of {truth.item()!r}")
+        for bad in (math.inf, -math.inf, math.nan):
+            values[7] = bad
+            wrong += [] if total(values).isnan() else [f"a sum with {bad} is {total(values).item()}"]
+    return "\n".join(wrong)
+
+
+def deterministic_gradients_do_not_depend_on_the_order_of_blocks() -> str:
+    """The interpreter runs blocks one after the other: those of a launch that is cut in two the other way round give the same bits."""
+    warnings.simplefilter("ignore")
+    relative, slopes, table = normal(300, seed=5, grad=True), normal(2, seed=2, grad=True), normal(50, seed=3, grad=True)
+
+    def score(score, batch, head, q_idx, kv_idx):
+        return score * slopes[head] + relative[q_idx - kv_idx + 100] + table[q_idx // 4 + kv_idx // 4]
+
+    q, k, v = qkv(2, 2, 1, 100, 100, 16, grad=True)
+    found = []
+    for heads, deterministic in itertools.product(([0, 1], [1, 0]), (False, True)):
+        turned = [x[heads].detach().requires_grad_() for x in (q, k, v)]  # batch elements change places
+        out = flexc.attention(score, causal, backend="triton", deterministic=deterministic)(*turned)
+        weight = normal(2, 2, 100, 16, seed=9)[heads]
+        found.append(torch.autograd.grad((out * weight).sum(), [relative, slopes, table]))
+    free, fixed, free_turned, fixed_turned = found
+    wrong = [] if all(x.equal(y) for x, y in zip(fixed, fixed_turned)) else ["another order gives other bits"]
+    if all(x.equal(y) for x, y in zip(free, free_turned)):
+        wrong.append("the order does not matter here at all: this shows nothing")
+    return "\n".join(wrong)
+
+
 CASES = (
+    gradients_that_meet_in_every_way,
+    diagonals_of_tiles_of_any_shape,
+    tables_that_are_not_numbers_where_the_mask_forbids,
+    integers_add_up_floats,
+    deterministic_gradients_do_not_depend_on_the_order_of_blocks,
     rows_of_the_least_number,
     tensors_named_like_the_kernels_own,
     numbers_named_like_the_kernels_own,

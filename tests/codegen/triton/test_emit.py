@@ -21,6 +21,7 @@ from flexc.codegen.triton.plan import MAX_TOKENS
 from flexc.errors import InternalError
 from flexc.ir.graph import Graph
 from flexc.sparsity import Walk
+from flexc.target import Target
 from tests.codegen.triton.texts import HOPPER, KERNELS, function, loop, lowered, planned, text_of
 
 SLOPES = torch.ones(4, requires_grad=True)
@@ -184,8 +185,8 @@ def test_gradients_by_key_are_added_in_dkv_and_all_others_in_dq():
     assert not atomics(text, "forward_kernel")
     for which in ("partial", "full"):
         in_loop = [name for name in dq if f"tl.atomic_add(u_{name}_grad_ptr" in loop(text, "dq_kernel", which)]
-        assert in_loop == ["PAIR_BIAS"], "only a gradient for each pair is scattered inside the loop"
-    assert "stored[:, None] & (columns < kv_len)[None, :] & (p > 0)" in dq["PAIR_BIAS"]
+        assert in_loop == ["PAIR_BIAS"], "all heads add to it: only a gradient for each pair is scattered inside the loop"
+    assert "stored[:, None] & (columns < kv_len)[None, :]" in dq["PAIR_BIAS"] and "& (p > 0)" in dq["PAIR_BIAS"]
     assert "tl.sum(u_TEMPERATURE_grad" in dq["TEMPERATURE"] and "mask=" not in dq["TEMPERATURE"]
     assert "tl.sum(" in dq["SLOPES"] and "mask=stored" in dq["ROW_BIAS"] and "mask=(columns < kv_len)" in dkv["COLUMN_BIAS"]
 
@@ -198,7 +199,7 @@ def test_gradients_are_only_added_for_tensors_that_ask():
 
     text = text_of(fixed)
     assert "atomic" not in text and "_grad_ptr" not in text
-    assert "        None,\n" in function(text, "backward")
+    assert "return dq, dk, dv, (None,)\n" in function(text, "backward")
 
 
 @pytest.mark.parametrize("tma", [True, False])
@@ -237,7 +238,8 @@ class Launched:
         assert grid[0] > 0
         return self
 
-    def __call__(self, *args, num_warps, num_stages):
+    def __call__(self, *args, num_warps, num_stages, launch_pdl=False):
+        assert launch_pdl == (self.name == "dkv_kernel"), "dq_kernel reads what row_sums_kernel wrote"
         self.calls[self.name] = len(args)
 
 
@@ -287,10 +289,10 @@ def test_holes_of_the_templates_are_what_emit_passes(name, monkeypatch):
 def test_templates_read_every_field_of_a_kernel_and_nothing_else():
     source = re.sub(r"{#.*?#}", "", template_source("triton/attention.py.j2") + template_source("triton/host.py.j2"), flags=re.DOTALL)
     read = set(re.findall(r"\b(?:forward|dq|dkv|kernel)\.(\w+)", source))
-    known = {f.name for f in fields(Kernel)} | {"sums"}
+    known = {f.name for f in fields(Kernel)} | {"sums", "members"}
     tile = {"rows", "columns", "warps", "stages", "shape", "stride", "zero_"}
     assert read - tile <= known, read - tile - known
-    assert known - read <= {"columns", "gradient_slots"}, "emit itself hands the slots to the host's template"
+    assert known - read <= {"columns", "buffers", "shared"}, "emit itself hands these to the host's template"
     plans = set(re.findall(r"\bplan\.(\w+)", source))
     assert plans <= {f.name for f in fields(Plan)}
 
@@ -332,3 +334,14 @@ def test_kernels_have_launch_options():
     assert set(scope["LAUNCH"]) == set(KERNELS)
     plan = planned(lowered(None, None))
     assert scope["LAUNCH"]["dq_kernel"] == (plan.dq.warps, plan.dq.stages)
+
+
+def test_the_last_blocks_of_dq_run_beside_the_first_of_dkv():
+    """dkv_kernel reads nothing of dq_kernel, but whoever waits for it has to find dq; no such instruction is there before Hopper."""
+    text = text_of(None, causal)
+    dq, dkv = function(text, "dq_kernel"), function(text, "dkv_kernel")
+    assert dq.index("gdc_launch_dependents()") < dq.index("tl.load(") and "gdc_wait" not in dq
+    assert dkv.index("gdc_wait()") < dkv.index("tl.store(dk_ptr") and dkv.index("gdc_wait()") > dkv.rindex("tl.dot(")
+    assert function(text, "backward").count("launch_pdl=True") == 1
+    for other in (text_of(None, causal, target=Target.parse("sm_80"), tma=False), text_of(None, causal, interpreted=True)):
+        assert "gdc_" not in other and "launch_pdl" not in other

@@ -26,15 +26,34 @@ def parameters(text: str, kernel: str) -> list[str]:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_captured_tensors(dtype):
     graph = Graph((), (TensorInput("t", dtype, 1, True), TensorInput("t_2", dtype, 0)))
-    found = signature(["u_t_ptr", "u_t_size0", "u_t_stride0", "u_t_grad_ptr", "u_t_grad_stride0", "u1_t_2_ptr"], graph, planned(lowered()))
+    found = signature(["u_t_ptr", "u_t_size0", "u_t_stride0", "u1_t_2_ptr"], graph, planned(lowered()))
     assert found == {
         "u_t_ptr": DTYPES[dtype],
         "u_t_size0": "i32",
         "u_t_stride0": "i32",
-        "u_t_grad_ptr": "*fp32",
-        "u_t_grad_stride0": "i32",
         "u1_t_2_ptr": DTYPES[dtype],
     }
+
+
+SLOPES, PAIRS = torch.ones(4, requires_grad=True), torch.zeros(2, 4, 8, 8, dtype=torch.bfloat16, requires_grad=True)
+
+
+@pytest.mark.parametrize("deterministic, of_sums", [(False, "*fp32"), (True, "*i64")])
+def test_gradients_of_captured_tensors(deterministic, of_sums):
+    def score(score, batch, head, q_idx, kv_idx):
+        return score * SLOPES[head] + PAIRS[batch, head, q_idx, kv_idx]
+
+    graph, text = lowered(score), text_of(score, dtype="float16", deterministic=deterministic)
+    found = signature(parameters(text, "dq_kernel"), graph, planned(graph, dtype="float16", deterministic=deterministic))
+    (stored,) = (name for name in found if re.fullmatch(r"u_PAIRS_grad\d_ptr", name))
+    assert found["u_SLOPES_grad_ptr"] == of_sums and found[stored] == "*bf16" and found["u_SLOPES_grad_stride0"] == "i32"
+    if deterministic:
+        assert found["u_SLOPES_grad_step"] == "i32"
+        assert signature(parameters(text, "sum_bins_kernel"), graph, planned(graph)) == {
+            "bins_ptr": "*i64",
+            "sum_ptr": "*fp32",
+            "count": "i32",
+        }
 
 
 @pytest.mark.parametrize("dtype, expected", [(INT32, "i32"), (INT64, "i64"), (FLOAT32, "fp32")])

@@ -1,0 +1,62 @@
+"""Fills the template of the split kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexc.codegen.levels import ROW, TILE, position_bounds
+from flexc.codegen.templates import header_of, render
+from flexc.codegen.triton.body import Body
+from flexc.codegen.triton.decode_plan import DecodePlan
+from flexc.codegen.triton.decode_range import key_range
+from flexc.codegen.triton.emit import HELPERS, captured_arguments, print_kernel, tidy
+from flexc.codegen.triton.plan import MAX_TOKENS
+from flexc.ir.graph import Graph
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The first key of a row and the one past the last: statements on one vector of rows, and expressions; "" for no end."""
+
+    statements: tuple[str, ...] = ()
+    first: str = ""
+    stop: str = ""
+
+
+def _ends(graph: Graph, plan: DecodePlan, used: set[str]) -> Ends:
+    found = key_range(graph)
+    assert found is not None
+    alone = found.graph(graph)
+    body = Body(alone, position_bounds(alone, MAX_TOKENS), plan.tanh, plan.interpreted, uses=used)
+    for _, node in alone.outputs:
+        body.add(node)
+    lines = body.take()
+    # What is uniform in a tile is a vector here as well, of many tiles.
+    first, stop = ("" if node is None else body.at(node, ROW) for node in (found.first, found.stop))
+    return Ends((*lines[TILE], *lines[ROW]), first, stop)
+
+
+def emit_decode(graph: Graph, plan: DecodePlan, *, title: str = "") -> str:
+    """The module's text: kernels and the host function `forward`.
+
+    Args:
+        graph: after packing, `passes.run` and `lower_to_base2`: outputs logit2, outer, mask.
+        title: what the user calls the variant.
+    """
+    used: set[str] = set()
+    kernel = print_kernel(graph, plan, position_bounds(graph, MAX_TOKENS), "forward", used)
+    ends = _ends(graph, plan, used) if plan.walk == "range" else Ends()
+    arguments, fixed = captured_arguments(graph)
+    text = render(
+        "triton/decode.py.j2",
+        header=header_of("Attention of short queries", title, graph, plan),
+        plan=plan,
+        helpers=[HELPERS[name] for name in sorted(used) if name in HELPERS],
+        needs_libdevice="libdevice" in used,
+        arguments=arguments,
+        fixed_arguments="".join(f', "{name}"' for name in fixed),
+        captured=[(t.name, t.rank) for t in graph.tensors],
+        kernel=kernel,
+        ends=ends,
+    )
+    return tidy(text)

@@ -1,0 +1,44 @@
+"""benchmarks/recompilations.py counts what it says."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent.parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def program(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    for name in ("recompilations", "measure"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module("recompilations")
+    for name in ("recompilations", "measure"):
+        sys.modules.pop(name, None)
+
+
+def test_flexc_compiles_twice(program, tmp_path, monkeypatch, capsys):
+    from flexc import pipeline
+
+    pipeline.clear_cache()
+    monkeypatch.setenv("FLEXC_CACHE_DIR", str(tmp_path / "cache"))
+    program.main(["--steps", "12", "--longest", "300", "--systems", "flexc-cpu", "--device", "cpu", "--out", str(tmp_path / "out.jsonl")])
+    record = json.loads((tmp_path / "out.jsonl").read_text())
+    assert (record["system"], record["steps"], record["source"], record["dense_steps"]) == ("flexc-cpu", 12, 2, 0)
+    assert "flexc-cpu" in capsys.readouterr().out
+
+
+def test_a_system_that_fails_is_said(program, capsys):
+    program.main(["--steps", "1", "--systems", "flexc-cute", "--device", "cpu"])
+    assert "flexc-cute: " in capsys.readouterr().out
+
+
+def test_steps_change_everything(program):
+    steps = list(program.steps_of(200, 300))
+    assert [len(set(column)) for column in zip(*steps)][2] == 3
+    assert all(len(set(column)) > 20 for column in list(zip(*steps))[:2]) and all(64 <= length <= 300 for *_, length in steps)

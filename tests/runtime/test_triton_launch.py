@@ -1,0 +1,73 @@
+"""Launching again: Triton looks at arguments once for each kind of them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flexc.runtime import triton_launch
+from flexc.runtime.triton_launch import Launcher
+
+
+class Kernel:
+    """Stands in for Triton's: remembers launches through Triton, and those of the binaries that they find."""
+
+    def __init__(self):
+        self.through_triton, self.direct = [], []
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **options):
+            self.through_triton.append((grid, arguments, options))
+            number = len(self.through_triton)
+            run = lambda *given: self.direct.append((number, given))
+            return SimpleNamespace(run=run, function="f", packed_metadata="m")
+
+        return launch
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    hooks = SimpleNamespace(launch_enter_hook=None, launch_exit_hook=SimpleNamespace(calls=[]))
+    monkeypatch.setattr(triton_launch, "_hooks", lambda: hooks)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 100 + device, raising=False)
+    made = Kernel()
+    made.hooks = hooks
+    return made
+
+
+def launcher_of(kernel, **options):
+    return Launcher(SimpleNamespace(LAUNCH={"k": (4, 2)}, k=kernel), "k", **options)
+
+
+def test_each_kind_is_looked_at_once(kernel):
+    launch = launcher_of(kernel, num_warps=8)
+    for kind, address in (("a", 1), ("a", 2), ("b", 3), ("a", 4)):
+        launch((5,), kind, 1, [address, 7], lambda: ["tensor", 7])
+    assert kernel.through_triton == [((5,), ("tensor", 7), {"num_warps": 8, "num_stages": 2})] * 2
+    assert kernel.direct == [(1, (5, 1, 1, 101, "f", "m", None, None, None, address, 7)) for address in (2, 4)]
+
+
+def test_grids_of_two_dimensions(kernel):
+    launch = launcher_of(kernel)
+    launch((5, 6), "a", 0, [1], lambda: ["tensor"])
+    launch((5, 6), "a", 0, [1], lambda: ["tensor"])
+    assert kernel.direct[0][1][:4] == (5, 6, 1, 100)
+
+
+def test_a_profiler_sees_every_launch(kernel):
+    launch = launcher_of(kernel)
+    launch((5,), "a", 0, [1], lambda: ["tensor"])
+    kernel.hooks.launch_exit_hook.calls.append(print)
+    launch((5,), "a", 0, [1], lambda: ["tensor"])
+    kernel.hooks.launch_exit_hook, kernel.hooks.launch_enter_hook = None, print
+    launch((5,), "a", 0, [1], lambda: ["tensor"])
+    assert len(kernel.through_triton) == 3 and not kernel.direct
+
+
+def test_the_interpreter_has_no_binaries(kernel):
+    launches = []
+    interpreted = SimpleNamespace(LAUNCH={"k": (1, 1)}, k={(5,): lambda *arguments, **options: launches.append(arguments)})
+    launch = Launcher(interpreted, "k")
+    for _ in range(2):
+        launch((5,), "a", 0, [1], lambda: ["tensor"])
+    assert launches == [("tensor",)] * 2
