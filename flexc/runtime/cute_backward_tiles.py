@@ -44,31 +44,38 @@ def products(dtype, by_keys, rows, head_dim, head_dim_v):
     return scores, dv, dk, dq
 
 
-def layouts(dtype, by_keys, rows, columns, stages, head_dim, head_dim_v):
+def layouts(dtype, by_keys, by_parts, rows, columns, stages, head_dim, head_dim_v):
     """Swizzled layouts in shared memory: q, dout, k, v, transposed scores; and dk, dv, dq before a bulk copy stores them.
 
-    Products also read them flipped, a share of the columns for each warpgroup; no share ends inside a row of the swizzle.
+    Gradients of keys and values are a warpgroup's by parts, and both's otherwise. Products also read the others flipped, a share of the
+    columns for each warpgroup; no share ends inside a row of the swizzle.
     """
     share = 1 if by_keys else GROUPS
     high = rows // 64
+    own_rows, own = (64, share) if by_parts else (columns, 1)
     return (
         _rows_in_shared(dtype, rows, head_dim, stages, head_dim // share),
         _rows_in_shared(dtype, rows, head_dim_v, stages, head_dim_v // share),
         _rows_in_shared(dtype, columns, head_dim, 1, head_dim * high // GROUPS),
         _rows_in_shared(dtype, columns, head_dim_v, 1, head_dim_v),
         _rows_in_shared(dtype, columns, rows, 2, rows),
-        _rows_in_shared(dtype, columns, head_dim, 1, head_dim // share),
-        _rows_in_shared(dtype, columns, head_dim_v, 1, head_dim_v // share),
+        _rows_in_shared(dtype, own_rows, head_dim // own, 1, head_dim // share),
+        _rows_in_shared(dtype, own_rows, head_dim_v // own, 1, head_dim_v // share),
         _rows_in_shared(dtype, rows, head_dim, 1, head_dim * high // GROUPS),
     )
 
 
 def _rows_in_shared(dtype, rows, width, stages, share):
-    """Rows of `width` 16-bit numbers, in the widest swizzle that divides `share`."""
-    kinds = warpgroup.SmemLayoutAtomKind
-    kind = kinds.K_SW128 if share % 64 == 0 else kinds.K_SW64
-    assert share % 32 == 0
-    return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), (rows, width, stages), order=(0, 1, 2))
+    """Rows of `width` 16-bit numbers in the widest swizzle, of 64 numbers."""
+    assert share % 64 == 0, "a share that ends inside a row of the swizzle"
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
+    return cute.tile_to_shape(atom, (rows, width, stages), order=(0, 1, 2))
+
+
+def rows_product(dtype, width):
+    """A warpgroup's product of 64 rows: how its gradients of keys and values lie in registers."""
+    k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+    return hopper.make_trivial_tiled_mma(dtype, dtype, k_major, mn_major, Float32, (1, 1, 1), (64, width))
 
 
 def flipped(x):
@@ -232,9 +239,76 @@ def add_part(buffer, target, group, size: cutlass.Constexpr):
     cute.arch.barrier_arrive(barrier_id=EMPTY + group, number_of_threads=WARP_TOO)
 
 
+# --- device side: the same with a queue, where the writing warps store gradients of keys and values, too ----------------------------------
+# Each warpgroup has a part of a buffer, and a warp that writes it to global memory. An order says where: a number of a block of queries, to
+# whose sums the part is added, or one of these.
+
+STORE_DK, STORE_DV, FINISH = -1, -2, -3
+
+
+@cute.jit
+def hand_order(orders, order, group, thread):
+    """Waits for the part to be free, then tells its warp; what is in the part was written in between by `hand_floats` or `hand_rows`."""
+    cute.arch.barrier(barrier_id=EMPTY + group, number_of_threads=WARP_TOO)
+    _tell(orders, order, group, thread)
+
+
+@cute.jit
+def _tell(orders, order, group, thread):
+    if thread == 0:
+        for i in cutlass.range_constexpr(4):
+            orders[i, group] = Int32(order[i])
+    publish_shared()
+    cute.arch.barrier_arrive(barrier_id=FULL + group, number_of_threads=WARP_TOO)
+
+
+@cute.jit
+def hand_floats(parts, fragment, orders, block, group, thread):
+    """A fragment of the queries' gradient, to be added: a thread's registers in fours, those of 128 threads in a row."""
+    cute.arch.barrier(barrier_id=EMPTY + group, number_of_threads=WARP_TOO)
+    fours = cute.size(fragment) // 4
+    target = cute.make_tensor(parts[None, group].iterator + thread * 4, cute.make_layout((4, fours), stride=(1, 512)))
+    cute.autovec_copy(cute.make_tensor(fragment.iterator, cute.make_layout((4, fours))), target)
+    _tell(orders, (block, 0, 0, 0), group, thread)
+
+
+@cute.jit
+def hand_rows(product, fragment, factor, parts, layout, orders, order, group, thread, dtype: cutlass.Constexpr):
+    """A fragment of the keys' or values' gradient times a factor, as 16-bit numbers, to be stored."""
+    cute.arch.barrier(barrier_id=EMPTY + group, number_of_threads=WARP_TOO)
+    stage_rows(product, fragment, factor, part_of(parts, group, layout, dtype), thread, dtype)
+    _tell(orders, order, group, thread)
+
+
+def part_of(parts, group, layout, dtype):
+    """A warpgroup's part of the buffer as rows of 16-bit numbers."""
+    return recast_buffer(parts[None, group], layout, dtype)
+
+
+@cute.jit
+def take_back(part):
+    """The part is free again; the writing warp says so, also before the first order."""
+    cute.arch.barrier_arrive(barrier_id=EMPTY + part, number_of_threads=WARP_TOO)
+
+
+@cute.jit
+def next_order(orders, part):
+    """Waits for the next order of a warpgroup."""
+    cute.arch.barrier(barrier_id=FULL + part, number_of_threads=WARP_TOO)
+    return tuple([cute.arch.make_warp_uniform(orders[i, part]) for i in range(4)])
+
+
+@cute.jit
+def wait_for_store():
+    """Until the bulk store that this warp has started has read shared memory."""
+    cute.arch.cp_async_bulk_commit_group()
+    cute.arch.cp_async_bulk_wait_group(0, read=True)
+    cute.arch.sync_warp()
+
+
 @cute.jit
 def read_part(sums, tile, part, group, size: cutlass.Constexpr, thread):
-    """What `fill_part` laid out for a warpgroup, from global memory."""
+    """What `hand_floats` laid out for a warpgroup, from global memory."""
     fours = cute.size(part) // 4
     first = cute.assume(Int64(tile) * (GROUPS * size) + (group * size + (thread % GROUP_THREADS) * 4), divby=4)
     found = cute.make_tensor(sums.iterator + first, cute.make_layout((4, fours), stride=(1, 512)))

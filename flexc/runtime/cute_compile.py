@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import json
 import os
 import re
 import subprocess
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +29,7 @@ from typing import Any
 
 from flexc import settings
 from flexc.errors import ToolchainError
-from flexc.runtime.cache import cache_of
+from flexc.runtime.cache import Entry, cache_of
 from flexc.runtime.key import key_of
 
 PACKAGE = "nvidia-cutlass-dsl"
@@ -139,6 +141,7 @@ class Launcher:
     arguments: tuple[Argument, ...]
     smem_bytes: int = 0
     _ready: Callable[..., Any] | None = field(default=None, repr=False)
+    _observed: tuple[str, Any] | None = field(default=None, repr=False)  # its name, and who is told: see `watch`
 
     def __call__(self, *values: Any) -> None:
         """Launch on the current stream. Tensors are PyTorch's, without gradient; the sizes and strides are checked."""
@@ -155,7 +158,13 @@ class Launcher:
             return self._ready
 
     def _kept(self) -> Callable[..., Any]:
+        # Also where it was compiled just now: the DSL's own object passes a call through Python, the loaded one does not.
+        return getattr(_cute().runtime.load_module(str(self.entry().path("launch.o")), enable_tvm_ffi=True), _ENTRY)
+
+    def entry(self) -> Entry:
         """The object file in the cache, compiled if it has none. FLEXC_CACHE_DIR and the like apply as to texts."""
+        started, is_compiled = time.perf_counter(), False
+        name, observer = self._observed or ("", None)
         store = cache_of(settings.current())
         key = key_of(
             source=_source_digest(self.function),
@@ -167,16 +176,19 @@ class Launcher:
         )
         entry = store.get(key)
         if entry is None:
+            if observer is not None:
+                observer.missing(name)
             with store.lock(key):
                 entry = store.get(key)
                 if entry is None:
-                    compiled = self.compiled()
+                    compiled, is_compiled = self.compiled(), True
                     with tempfile.TemporaryDirectory() as folder:
                         file = Path(folder) / "launch.o"
                         compiled.export_to_c(str(file), function_name=_ENTRY)
                         entry = store.put(key, {"launch.o": file.read_bytes()}, {"arch": self.arch, "backend": "cute"})
-        # Also where it was compiled just now: the DSL's own object passes a call through Python, the loaded one does not.
-        return getattr(_cute().runtime.load_module(str(entry.path("launch.o")), enable_tvm_ffi=True), _ENTRY)
+        if observer is not None:
+            observer.ready(name, is_compiled, time.perf_counter() - started)
+        return entry
 
     def compiled(self, *options: str) -> Any:
         """The DSL's compiled object, made anew."""
@@ -186,6 +198,38 @@ class Launcher:
             stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
             text = " ".join(("--enable-tvm-ffi", f"--gpu-arch {self.arch}", *options))
             return cute.compile(self.function, *_fake(self.arguments), stream, options=text)
+
+
+def watch(module: ModuleType, observer: Any) -> None:
+    """Tell a `triton_binaries.Observer` of every object file of the module's launchers: before one is compiled, and when it is there."""
+    for name, launcher in module.LAUNCHERS.items():
+        launcher._observed = name, observer
+
+
+@dataclass(frozen=True)
+class CuteJob:
+    """A module whose launchers are compiled into the disk cache, as plain data that JSON can carry to another process.
+
+    Attributes:
+        path: of the generated module; kernels: names of launchers.
+    """
+
+    path: str
+    kernels: tuple[str, ...]
+
+    @property
+    def source(self) -> str:
+        """Of the generated module."""
+        return Path(self.path).read_text(encoding="utf-8")
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps({"path": self.path, "launchers": self.kernels})
+
+    def compile(self, module: ModuleType) -> None:
+        """Fill the disk cache. Needs no GPU."""
+        for name in self.kernels:
+            module.LAUNCHERS[name].entry()
 
 
 def compile_module(module: ModuleType, names: Sequence[str] | None = None) -> CompiledModule:

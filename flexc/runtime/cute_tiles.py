@@ -154,29 +154,6 @@ def place(tile, tiles, entries, section):
 
 
 @cute.jit
-def next_piece(tile, grid, whole, at, end, blocks):
-    """What a block of threads does next: whole tiles first, then its share, from `at` to `end`, of the blocks of all split tiles.
-
-    Returns:
-        The tile's number, its first block and the one past its last, and what `tile` and `at` are afterwards.
-    """
-    is_whole = tile < whole
-    split = at // blocks
-    first = at - split * blocks
-    begin = choose(is_whole, Int32(0), first)
-    stop = choose(is_whole, Int32(blocks), cutlass.min(Int32(blocks), first + end - at))
-    number = choose(is_whole, tile, whole + split)
-    return number, begin, stop, choose(is_whole, tile + grid, tile), choose(is_whole, at, at + stop - begin)
-
-
-@cute.jit
-def part_of(split, blocks, share, number):
-    """Which part of a split tile the block of threads with this number has, and how many there are."""
-    first = split * blocks // share
-    return number - first, ((split + 1) * blocks - 1) // share - first + 1
-
-
-@cute.jit
 def record_of(rows, batch, head, row):
     """A block map's row: first partial block and how many, first run of full blocks and how many. Batch and head may share one row."""
     entry = Int64(cutlass.min(batch, rows.shape[0] - 1)) * rows.shape[1] + cutlass.min(head, rows.shape[1] - 1)
@@ -324,19 +301,14 @@ def row_maximum(scores, half: cutlass.Constexpr):
 
 
 @cute.jit
-def weigh(scores, half: cutlass.Constexpr, outer, shift, polynomial: cutlass.Constexpr, is_bounded: cutlass.Constexpr):
-    """scores = 2^(scores * outer - shift) in one row; returns their sum. `polynomial` of each eight avoid the special-function unit.
-
-    is_bounded: no exponent leaves the polynomial's range; otherwise those below it count as its end, a weight that rounds to nothing.
-    """
+def weigh(scores, half: cutlass.Constexpr, outer, shift, polynomial: cutlass.Constexpr):
+    """scores = 2^(scores * outer - shift) in one row; returns their sum. `polynomial` of each eight avoid the special-function unit."""
     sums = [Float32(0.0)] * 4
     for n in cutlass.range_constexpr(cute.size(scores) // 4):
         for pair in cutlass.range_constexpr(2):
             i = 4 * n + 2 * half + pair
             exponent = scores[i] * outer - shift
             if const_expr((2 * n + pair) % 8 < polynomial):
-                if const_expr(not is_bounded):
-                    exponent = maximum(exponent, Float32(-125.0))
                 scores[i] = exp2_polynomial(exponent)
             else:
                 scores[i] = exp2(exponent)
@@ -346,7 +318,7 @@ def weigh(scores, half: cutlass.Constexpr, outer, shift, polynomial: cutlass.Con
 
 
 @cute.jit
-def softmax_step(scores, shifts, maximum, total, correction, outer, may_be_empty: cutlass.Constexpr, polynomial: cutlass.Constexpr):
+def softmax_step(scores, shifts, maximum, total, correction, outer, may_be_empty: cutlass.Constexpr):
     """Online softmax of one block, arXiv:1805.02867: scores become weights relative to the new maximum.
 
     Args:
@@ -355,7 +327,6 @@ def softmax_step(scores, shifts, maximum, total, correction, outer, may_be_empty
         maximum, total, correction: two values each, of the thread's two rows: the largest score so far (before `outer`), the thread's part
             of the sum of weights, and by what earlier weights shrink.
         may_be_empty: a row may have had no score but -inf so far; its weights are then 2^-inf, not 2^(-inf + inf).
-        polynomial: as of `weigh`; no score may then be -inf.
     """
     for half in cutlass.range_constexpr(2):
         largest = row_maximum(scores, half)
@@ -370,14 +341,14 @@ def softmax_step(scores, shifts, maximum, total, correction, outer, may_be_empty
         maximum[half] = largest
         if const_expr(shifts is not None):
             safe = safe - shifts[half]
-        total[half] = total[half] * correction[half] + weigh(scores, half, outer, safe * outer, polynomial, False)
+        total[half] = total[half] * correction[half] + weigh(scores, half, outer, safe * outer, 0)
 
 
 @cute.jit
 def bounded_softmax_step(scores, total, outer, shift: cutlass.Constexpr, polynomial: cutlass.Constexpr):
     """Softmax of one block whose scores are proved to lie near `shift`: no maximum is needed, and earlier weights never shrink."""
     for half in cutlass.range_constexpr(2):
-        total[half] = total[half] + weigh(scores, half, outer, Float32(shift), polynomial, True)
+        total[half] = total[half] + weigh(scores, half, outer, Float32(shift), polynomial)
 
 
 @cute.jit
@@ -407,72 +378,6 @@ def finish_rows(total, maximum, outer, factors, lse):
         factors[half] = choose(is_empty, Float32(0.0), cute.arch.rcp_approx(whole))
         value = (maximum[half] * outer + cute.math.log2(whole)) * Float32(LN2)
         lse[half] = choose(is_empty, Float32(-INF), value)
-
-
-@cute.jit
-def _piece(pieces, number, out):
-    """Pointer to the first value of this thread in a piece; the next is 32 further on."""
-    return pieces.iterator + (Int64(number) * (32 * (cute.size(out) + 4)) + cute.arch.lane_idx())
-
-
-@cute.jit
-def store_piece(pieces, number, out, maximum, total):
-    """Keep what a warp has of a part of its rows' keys."""
-    place = _piece(pieces, number, out)
-    for half in cutlass.range_constexpr(2):
-        cute.make_tensor(place + 32 * half, 1)[0] = maximum[half]
-        cute.make_tensor(place + 32 * (2 + half), 1)[0] = total[half]
-    for i in cutlass.range_constexpr(cute.size(out)):
-        cute.make_tensor(place + 32 * (4 + i), 1)[0] = out[i]
-
-
-@cute.jit
-def is_last(arrivals, number, parts):
-    """Whether all other parts are there. The last one leaves the counter at 0 again."""
-    cute.arch.fence_acq_rel_gpu()
-    cute.arch.sync_warp()
-    arrived = Int32(0)
-    if cute.arch.lane_idx() == 0:
-        arrived = cute.arch.atomic_add(arrivals.iterator + number, Int32(1))
-        if arrived == parts - 1:
-            cute.make_tensor(arrivals.iterator + number, 1)[0] = Int32(0)
-    arrived = cute.arch.shuffle_sync(arrived, 0)
-    cute.arch.fence_acq_rel_gpu()
-    return arrived == parts - 1
-
-
-@cute.jit
-def merge_pieces(pieces, first, step, parts, out, maximum, total, outer):
-    """A tile from its pieces, in their order: out, maximum and total become those of all keys."""
-    maximum.fill(-INF)
-    for part in cutlass.range(parts, unroll=1):
-        place = _piece(pieces, first + part * step, out)
-        for half in cutlass.range_constexpr(2):
-            maximum[half] = cute.arch.fmax(maximum[half], cute.make_tensor(place + 32 * half, 1)[0])
-    factors = cute.make_rmem_tensor(2, Float32)
-    total.fill(0.0)
-    out.fill(0.0)
-    for part in cutlass.range(parts, unroll=1):
-        place = _piece(pieces, first + part * step, out)
-        for half in cutlass.range_constexpr(2):
-            safe = choose(maximum[half] == Float32(-INF), Float32(0.0), maximum[half])
-            factors[half] = exp2((cute.make_tensor(place + 32 * half, 1)[0] - safe) * outer)
-            total[half] = total[half] + factors[half] * cute.make_tensor(place + 32 * (2 + half), 1)[0]
-        for i in cutlass.range_constexpr(cute.size(out)):
-            out[i] = out[i] + factors[(i // 2) % 2] * cute.make_tensor(place + 32 * (4 + i), 1)[0]
-
-
-@cute.jit
-def store_rows(target, out, first, row, length, width: cutlass.Constexpr, dtype: cutlass.Constexpr):
-    """Write the thread's two rows of a tile, as 16-bit numbers, to rows of `width` elements."""
-    rounded = cute.make_rmem_tensor(out.layout, dtype)
-    pack(out, rounded)
-    for half in cutlass.range_constexpr(2):
-        if row + 8 * half < length:
-            place = target.iterator + ((first + row + 8 * half) * width + 2 * (cute.arch.lane_idx() % 4))
-            for n in cutlass.range_constexpr(width // 8):
-                for pair in cutlass.range_constexpr(2):
-                    cute.make_tensor(place + (8 * n + pair), 1)[0] = rounded[4 * n + 2 * half + pair]
 
 
 @cute.jit

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import torch
 
+from flexc.runtime.graph_pools import outside_of_pools
+
 _counters: dict[tuple[int, int, int], torch.Tensor] = {}
 
 
 def tile_counter(device: torch.device, count: int = 1) -> torch.Tensor:
     """int32 [count] that holds 0 when the next kernel on the current stream begins; kernels leave it so.
 
-    Kernels of one stream run one after the other and share it. A CUDA graph may be replayed beside anything, so what is captured has its own,
-    set to 0 inside the graph.
+    Kernels of one stream run one after the other and share it. A CUDA graph may be replayed beside anything, so what is captured has its
+    own, set to 0 inside the graph.
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(count, dtype=torch.int32, device=device)
-    stream = torch.cuda.current_stream(device)
-    key = (stream.device_index, stream.cuda_stream, count)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    key = (index, torch._C._cuda_getCurrentRawStream(index), count)
     found = _counters.get(key)
     if found is None:
-        found = _counters[key] = torch.zeros(count, dtype=torch.int32, device=device)
+        found = _counters[key] = outside_of_pools(lambda: torch.zeros(count, dtype=torch.int32, device=device), device)
     return found

@@ -32,6 +32,7 @@ def emit_backward(graph: Graph, plan: BackwardPlan, target: Target, *, title: st
         scalars=scalars,
         signatures=_signatures(plan, tensors, scalars),
         l2_bytes=target.l2_bytes,
+        sm_count=target.sm_count,
     )
     return tidy(text)
 
@@ -47,9 +48,13 @@ def _signatures(plan: BackwardPlan, tensors: list[tuple[str, str, int, str]], sc
     def of_rows(name: str) -> str:
         return f'tensor("{name}", "float32", ("batch", "heads", "q_len"), compact=True)'
 
-    def flat(name: str) -> str:
-        return f'tensor("{name}", "float32", ("{name}_size",), compact=True, align=16)'
+    def by_blocks(name: str, numbers: int) -> str:
+        return f'tensor("{name}", "float32", ("all_query_blocks", {numbers}), compact=True, align=16)'
 
+    rows = plan.backward.rows
+    row_sums, dq_sums = by_blocks("row_sums", 2 * rows + 4), by_blocks("dq_sums", rows * plan.padded_dim)
+
+    counter = ['tensor("counter", "int32", (1,), compact=True)'] if plan.backward.queue else []
     return {
         "row_sums": [
             given("out", "heads", "q_len", dim_v),
@@ -57,7 +62,7 @@ def _signatures(plan: BackwardPlan, tensors: list[tuple[str, str, int, str]], sc
             of_rows("lse"),
             of_rows("dlse"),
             'number("has_dlse", "int32")',
-            flat("sums"),
+            row_sums,
         ],
         "backward": [
             given("q", "heads", "q_len", dim),
@@ -66,9 +71,9 @@ def _signatures(plan: BackwardPlan, tensors: list[tuple[str, str, int, str]], sc
             given("dout", "heads", "q_len", dim_v),
             given("dk", "kv_heads", "kv_len", dim),
             given("dv", "kv_heads", "kv_len", dim_v),
-            flat("row_sums"),
-            flat("dq_sums"),
-            *argument_lines(plan.walk == "runs", tensors, scalars, "key_blocks"),
+            row_sums,
+            dq_sums,
+            *argument_lines(plan.walk == "runs", tensors, scalars, "key_blocks", counter),
         ],
-        "convert": [flat("dq_sums"), given("dq", "heads", "q_len", dim), 'number("scale", "float32")'],
+        "convert": [dq_sums, given("dq", "heads", "q_len", dim), 'number("scale", "float32")'],
     }

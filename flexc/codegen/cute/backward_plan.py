@@ -27,20 +27,18 @@ class BackwardTile:
         split: how the two warpgroups share a step. "keys": 64 keys each, weights stay in registers. "dims": the same 64 keys, half of the
             queries' scores each and half of every gradient's dimensions; weights go through shared memory.
         stages: buffers of queries and of the output's gradients.
-        early: the product for the values' gradient starts before the scores' gradients are worked out.
-        ahead: the next step's scores are multiplied under the end of a step.
+        queue: one block of threads for each SM, tiles from a counter; otherwise one for each tile.
     """
 
     rows: int
     columns: int
     split: str = "keys"
     stages: int = 2
-    early: bool = False
-    ahead: bool = False
+    queue: bool = False
 
     def __str__(self) -> str:
-        words = [f"{self.rows}x{self.columns} by {self.split}", f"{self.stages} stages", *(["early"] if self.early else [])]
-        return ", ".join([*words, "ahead"] if self.ahead else words)
+        words = [f"{self.rows}x{self.columns} by {self.split}", f"{self.stages} stages"]
+        return ", ".join([*words, *(["queue"] if self.queue else [])])
 
 
 @dataclass(frozen=True)
@@ -81,17 +79,18 @@ class BackwardPlan:
         return "\n".join(f"{f.name:16} {getattr(self, f.name)}" for f in fields(self))
 
 
-# (D, Dv) after padding → tiles, best first. A warpgroup's share of the dimensions must be whole rows of a swizzle, of 32 numbers at least.
-_WIDE = (BackwardTile(64, 64, "dims", 2), BackwardTile(64, 64, "dims", 1))
-_TILES: dict[tuple[int, int], tuple[BackwardTile, ...]] = {
-    (64, 64): (BackwardTile(128, 128),),
-    (128, 128): (BackwardTile(64, 128),),
+# (D, Dv) after padding → tiles, best first, without a mask and with one, whose tiles are of uneven length. A warpgroup's share of the
+# dimensions must be whole rows of a swizzled buffer, 64 numbers. At D = 64 the registers do not suffice for a queue as well.
+_WIDE = (BackwardTile(64, 64, "dims", 1),)
+_TILES: dict[tuple[int, int], tuple[tuple[BackwardTile, ...], tuple[BackwardTile, ...]]] = {
+    (64, 64): ((BackwardTile(128, 128),), (BackwardTile(128, 128),)),
+    (128, 128): ((BackwardTile(64, 128),), (BackwardTile(64, 128, queue=True), BackwardTile(64, 128))),
 }
 
 
 def padded_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     """The head dimensions that products work on."""
-    widths = [next(width for width in (64, 128, 192, 256) if width >= dim) for dim in (head_dim, head_dim_v)]
+    widths = [next(width for width in (64, 128, 256) if width >= dim) for dim in (head_dim, head_dim_v)]
     return (64, 64) if max(widths) == 64 else (max(widths[0], 128), max(widths[1], 128))
 
 
@@ -105,9 +104,11 @@ def backward_smem_bytes(tile: BackwardTile, padded_dim: int, padded_dim_v: int, 
     return _BARRIER_BYTES + staged + floats + _ELEMENT_BYTES * (streamed + kept + exchanged)
 
 
-def backward_candidates(target: Target, padded_dim: int, padded_dim_v: int, column_bytes: int = 0) -> list[BackwardTile]:
+def backward_candidates(
+    target: Target, padded_dim: int, padded_dim_v: int, column_bytes: int = 0, *, has_mask: bool = False
+) -> list[BackwardTile]:
     """Tiles that fit the target, best guess first."""
-    listed = _TILES.get((padded_dim, padded_dim_v), _WIDE)
+    listed = _TILES.get((padded_dim, padded_dim_v), (_WIDE, _WIDE))[int(has_mask)]
     return [tile for tile in listed if backward_smem_bytes(tile, padded_dim, padded_dim_v, column_bytes) <= target.smem_bytes]
 
 
@@ -141,7 +142,8 @@ def make_backward_plan(
     exact = precision == "exact"
     approximate = not exact and dtype == "bfloat16"
     column_bytes = print_backward(graph, approximate=approximate, exact=exact).column_bytes
-    fitting = backward_candidates(target, wide, wide_v, column_bytes) if tile is None else [tile]
+    has_mask = graph.mask is not None
+    fitting = backward_candidates(target, wide, wide_v, column_bytes, has_mask=has_mask) if tile is None else [tile]
     if not fitting or backward_smem_bytes(fitting[0], wide, wide_v, column_bytes) > target.smem_bytes:
         raise UnsupportedError(
             f"head dimensions ({head_dim}, {head_dim_v}) with {column_bytes} bytes of captured values a query in the backward kernel of "
@@ -156,7 +158,7 @@ def make_backward_plan(
         padded_dim_v=wide_v,
         group=group,
         backward=fitting[0],
-        walk="dense" if graph.mask is None else "runs",
+        walk="runs" if has_mask else "dense",
         bulk=bulk and head_dim % 8 == head_dim_v % 8 == 0,
         approximate=approximate,
         exact=exact,
@@ -168,3 +170,9 @@ def make_backward_plan(
 def backward_map_blocks(plan: BackwardPlan) -> dict[str, tuple[int, int]]:
     """Tokens per block of the map whose transposed runs the kernel walks; none where every block is visited."""
     return {} if plan.walk == "dense" else {"backward": (plan.backward.rows, plan.backward.columns)}
+
+
+def backward_workspace_bytes(plan: BackwardPlan, entries: int, q_len: int) -> int:
+    """What the host function allocates besides dq, dk and dv: float32 sums for dq, and what each query is known by; `entries` is B x Hq."""
+    rows = plan.backward.rows
+    return 4 * entries * -(-q_len // rows) * (rows * plan.padded_dim + 2 * rows + 4)

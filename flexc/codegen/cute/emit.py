@@ -52,10 +52,7 @@ def _signature(plan: Plan, tensors: list[tuple[str, str, int, str]], scalars: li
         'tensor("lse", "float32", ("batch", "heads", "q_len"), compact=True)',
     ]
     counter = ['tensor("counter", "int32", (1,), compact=True)'] if plan.forward.scheduler == "dynamic" else []
-    if plan.splits:
-        counter += ['tensor("pieces", "float32", ("piece_values",), compact=True)', 'tensor("arrivals", "int32", ("warp_rows",), compact=True)']
-    numbers = ["whole", "share"] if plan.splits else []
-    return lines + argument_lines(plan.walk == "runs", tensors, scalars, "row_blocks", counter, numbers)
+    return lines + argument_lines(plan.walk == "runs", tensors, scalars, "row_blocks", counter)
 
 
 def argument_lines(
@@ -64,9 +61,8 @@ def argument_lines(
     scalars: list[tuple[str, str]],
     blocks: str,
     counter: Sequence[str] = (),
-    numbers: Sequence[str] = (),
 ) -> list[str]:
-    """What follows the tensors of a kernel of its own: the map over `blocks`, counters, captured tensors, scale, section, `numbers`, scalars."""
+    """What follows the tensors of a kernel: map over `blocks`, `counter`, captured tensors, scale, section, scalars."""
     lines = []
     if has_map:
         lines += [
@@ -79,7 +75,7 @@ def argument_lines(
     for name, dtype, rank, _ in tensors:
         sizes = ", ".join(f'"{name}_size{i}"' for i in range(max(rank, 1)))
         lines.append(f'tensor("{name}", "{"uint8" if dtype == "bool" else dtype}", ({sizes},))')
-    lines += ['number("scale", "float32")', *(f'number("{name}", "int32")' for name in ("section", *numbers))]
+    lines += ['number("scale", "float32")', 'number("section", "int32")']
     return lines + [f'number("{name}", "{dtype.lower()}")' for name, dtype in scalars]
 
 

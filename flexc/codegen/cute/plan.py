@@ -73,7 +73,6 @@ class Plan:
         bulk: the tensors allow bulk copies as they are; otherwise the host copies them first, to rows of whole 16 bytes.
         approximate: the hardware approximation of tanh.
         exact: no approximation of functions and quotients at all.
-        splits: tiles that do not fill all SMs once more are split along the keys.
         smem_bytes: shared memory of a block of threads.
         registers: of a computing thread, of a loading thread.
     """
@@ -93,7 +92,6 @@ class Plan:
     bulk: bool
     approximate: bool
     exact: bool
-    splits: bool
     smem_bytes: int
     registers: tuple[int, int]
 
@@ -142,6 +140,11 @@ _LAST_RESORT = ((128, 128), (128, 96), (128, 64), (128, 32))
 _MOST_FRAGMENTS = 180  # registers of a thread for scores, weights and output; what is left of 240 is for all else
 _MOST_STATEMENTS = 4  # of an element, in the 160 registers of a thread of three warpgroups
 _WIDEST_WITH_TURNS = 128  # beyond, products are long enough to hide a softmax by themselves
+
+
+def reads_pairs(graph: Graph) -> bool:
+    """Whether a captured tensor is read for each element of a block by itself."""
+    return print_kernel(graph, approximate=False, exact=False).loads_elements
 
 
 def candidates(graph: Graph, target: Target, padded_dim: int, padded_dim_v: int) -> list[Tile]:
@@ -208,8 +211,7 @@ def make_plan(
     wide, wide_v = padded(head_dim), padded(head_dim_v)
     exact = precision == "exact"
     approximate = not exact and dtype == "bfloat16"
-    kernel = print_kernel(graph, approximate=approximate, exact=exact)
-    column_bytes = kernel.column_bytes
+    column_bytes = print_kernel(graph, approximate=approximate, exact=exact).column_bytes
     if tile is None:
         fitting = candidates(graph, target, wide, wide_v)
         if not fitting:
@@ -236,11 +238,10 @@ def make_plan(
         walk="dense" if graph.mask is None else "runs",
         out_buffer=out_buffer,
         shift=shift,
-        polynomial=0 if exact else _polynomial(graph, kernel.modifies, shift, max(wide, wide_v)),
+        polynomial=2 if shift is not None and _costs_special_functions(graph) else 0,
         bulk=bulk and head_dim % 8 == head_dim_v % 8 == 0,
         approximate=approximate,
         exact=exact,
-        splits=graph.mask is None and tile.scheduler == "static",
         smem_bytes=smem_bytes(tile, wide, wide_v, out_buffer, column_bytes),
         registers=REGISTERS[tile.groups],
     )
@@ -268,13 +269,6 @@ def shift_of(graph: Graph, dtype: str) -> float | None:
     low, high = float(found.lo.min()) * factor, float(found.hi.max()) * factor
     # NaN reaches the result as it would with a maximum, so bounds may leave it open.
     return (low + high) / 2 if high - low <= 2 * _WIDEST_RANGE[dtype] else None
-
-
-def _polynomial(graph: Graph, modifies: bool, shift: float | None, padded_dim: int) -> int:
-    """Of every eight weights how many multiply-adds compute, where the special-function unit has more to do than products hide."""
-    if shift is not None:
-        return 2 if _costs_special_functions(graph) else 0
-    return 1 if not modifies and padded_dim <= 64 else 0
 
 
 def _costs_special_functions(graph: Graph) -> bool:

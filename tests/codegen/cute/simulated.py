@@ -18,7 +18,18 @@ import numpy as np
 import torch
 
 from tests.codegen.cute import stand_in
-from tests.codegen.cute.stand_in import LANES, Float32, Int32, Memory, Num, Registers, captured_memory, executed, lanes_on, spread, tile_library
+from tests.codegen.cute.stand_in import (
+    LANES,
+    Float32,
+    Int32,
+    Memory,
+    Num,
+    Registers,
+    captured_memory,
+    executed,
+    lanes_on,
+    tile_library,
+)
 
 PATIENCE = 60.0  # seconds that a warp waits before it counts as dead
 _here = stand_in._here
@@ -323,18 +334,6 @@ class Machine:
         rows, columns = target.matrix.shape
         target.matrix[...] = torch.from_numpy(source.data[:rows, :columns].copy()).to(target.matrix.dtype)
 
-    def store_rows(self, target: Global, out: Registers, first: Any, row: Any, length: Any, width: int, dtype: Any) -> None:
-        values = np.stack([x.value for x in out.items])
-        flat = target.values.view(-1, target.values.shape[3])
-        for register in range(len(out.items)):
-            lane_rows, columns = position(register)
-            half = (register // 2) % 2
-            for lane in range(LANES):
-                inside = int(spread(row)[lane]) + 8 * half
-                assert inside % 16 == lane_rows[lane], "not the thread's row"
-                if inside < int(length) and columns[lane] < flat.shape[1]:
-                    flat[int(first) + inside, columns[lane]] = float(self.rounded(values[register][lane : lane + 1])[0])
-
     def wait_stores(self, count: int, read: bool) -> None:
         while len(_here.stores) > count:
             _here.stores.pop(0)()
@@ -394,7 +393,6 @@ def simulate(
     *,
     blocks: int = 3,
     section: int = 2,
-    share: tuple[int, int] | None = None,
     seed: int = 0,
     staged: Sequence[Any] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -402,7 +400,6 @@ def simulate(
 
     Args:
         blocks: blocks of threads, where the plan does not start one for each tile.
-        share: tiles that are worked on whole, and how many blocks of the others each block of threads takes; None: all are whole.
         staged: `Kernel.staged`, for the types of what warpgroups share.
     """
 
@@ -414,7 +411,7 @@ def simulate(
     library = tile_library()
     hardware = {
         name: getattr(machine, name)
-        for name in "stage_bytes load_pipeline queue_pipeline copy_pair begin_scores begin_out pack stage_out store_rows".split()
+        for name in "stage_bytes load_pipeline queue_pipeline copy_pair begin_scores begin_out pack stage_out".split()
     }
     hardware |= {
         "filling": lambda stages: State(stages, 1),
@@ -485,17 +482,11 @@ def simulate(
     counter = torch.zeros(1, dtype=torch.int32)
     if plan.forward.scheduler == "dynamic":
         arguments.append(captured_memory(counter))
-    arrivals = torch.zeros(len(q.flatten(0, 2)), dtype=torch.int32)  # enough for any split
-    if plan.splits:
-        arguments += [captured_memory(torch.full((2**22,), float("nan"))), captured_memory(arrivals)]
     arguments += [captured_memory(t if t.numel() else t.new_zeros((1,) * t.dim())) for t in tensors]
     arguments += [Float32(scale), Int32(section)]
-    if plan.splits:
-        whole, shared = share or (-(-q.shape[2] // plan.forward.rows) * q.shape[0] * q.shape[1], 0)
-        arguments += [Int32(whole), Int32(shared)]
     arguments += [Float32(s) if isinstance(s, float) else Int32(s) for s in scalars]
     total = -(-q.shape[2] // plan.forward.rows) * q.shape[0] * q.shape[1]
-    grid = total if plan.forward.scheduler == "grid" else blocks if share else min(total, blocks)
+    grid = total if plan.forward.scheduler == "grid" else min(total, blocks)
     flat_lse = Memory(lse.view(-1).numpy())
 
     def run_warp(block: Block, warp: int) -> None:
@@ -503,9 +494,7 @@ def simulate(
         try:
             with np.errstate(all="ignore"):
                 kernel(
-                    *("load", Global(q), "load", Global(k), "load", Global(v, True), "store", Global(out)),
-                    *([Global(out)] if plan.splits else []),
-                    flat_lse,
+                    *("load", Global(q), "load", Global(k), "load", Global(v, True), "store", Global(out), flat_lse),
                     *arguments,
                     *(product, product, *(_Layout(name) for name in "q k v out".split()), None),
                 )
@@ -531,7 +520,7 @@ def simulate(
         engine.join()
         if block.failure is not None:
             raise block.failure
-    assert not arrivals.any() and counter.item() == 0, "the next kernel finds no 0 in the counter"
+    assert counter.item() == 0, "the next kernel finds no 0 in the counter"
     return out, lse
 
 

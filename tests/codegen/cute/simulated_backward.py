@@ -138,6 +138,17 @@ def autovec_copy(source: Any, target: Any) -> None:
         target.store([source[i] for i in range(target.count)])
 
 
+class Parts(Memory):
+    """A buffer of float32 numbers in a part for each warpgroup, which may hold rows of 16-bit numbers instead."""
+
+    def __init__(self, size: int):
+        super().__init__(np.full(2 * size, np.nan, np.float32))
+        self.size = size
+
+    def __getitem__(self, index: Any) -> Any:
+        return SimpleNamespace(parts=self, number=int(index[1]), iterator=Pointer(self, self.size * index[1]))
+
+
 class Flipped:
     """A buffer with rows and columns exchanged."""
 
@@ -148,8 +159,8 @@ class Flipped:
 class TiledProduct:
     """A product of both warpgroups: each has its half of the rows (`by_rows`) or of the columns."""
 
-    def __init__(self, name: str, by_rows: bool):
-        self.name, self.by_rows = name, by_rows
+    def __init__(self, name: str, by_rows: bool, is_own: bool = False):
+        self.name, self.by_rows, self.is_own = name, by_rows, is_own
 
     def get_slice(self, first: Any) -> Any:
         return SimpleNamespace(partition_A=lambda x: x, partition_B=lambda x: x)
@@ -165,6 +176,8 @@ class TiledProduct:
     def part(self, rows: int, columns: int) -> tuple[int, int, int]:
         """First row and column of the calling warp's part, and how many columns."""
         group, within = _here.warp // 4 - _here.block.first_group, _here.warp % 4
+        if self.is_own:
+            return 16 * within, 0, columns
         if self.by_rows:
             assert rows == 128
             return 64 * group + 16 * within, 0, columns
@@ -206,6 +219,8 @@ class Machine:
             TiledProduct("dk", by_keys),
             TiledProduct("dq", t.rows == 128),
         ]
+        if t.queue:
+            self.products += [TiledProduct("dk rows", True, True), TiledProduct("dv rows", True, True)]
 
     def storage(self) -> Any:
         machine = self
@@ -243,14 +258,32 @@ class Machine:
             return Buffer(1, t.rows, d)
         if name in sizes:
             return Buffer(*sizes[name])
-        if name in ("dq", "sums"):
-            return Memory(np.full(t.rows * d if name == "dq" else (2 * t.rows + 4) * t.stages, np.nan, np.float32))
+        if name == "dq":
+            return Parts(t.rows * d // 2) if t.queue else Memory(np.full(t.rows * d, np.nan, np.float32))
+        if name == "sums":
+            return Memory(np.full((2 * t.rows + 4) * t.stages, np.nan, np.float32))
+        if name in ("slots", "orders"):
+            size = {"slots": 8, "orders": 4}[name]
+            return Memory(np.zeros(2 * size, np.int32), (size, 2), (1, size))
         kind = self.staged_types[name]
         return Memory(np.zeros(4 * t.rows, kind.kind), (t.rows, 4), (1, t.rows), kind=kind)
 
     def stage_bytes(self, dtype: Any, layout: str) -> int:
         t, d, dv = self.tile, self.plan.padded_dim, self.plan.padded_dim_v
         return {"q": t.rows * d, "dout": t.rows * dv, "k": t.columns * d, "v": t.columns * dv}[layout] * 2
+
+    def rows_over(self, where: Any, layout: str, dtype: Any) -> Slot:
+        """16-bit rows in the memory of a buffer or of a part; the float32 numbers of the part are lost."""
+        if isinstance(where, Buffer):
+            return Slot(where, 0)
+        width = {"dk": self.plan.padded_dim, "dv": self.plan.padded_dim_v}[layout] // (1 if self.tile.split == "keys" else 2)
+        assert 64 * width * 2 <= 4 * where.parts.size
+        rows = _here.block.once(f"{layout} {where.number}", lambda: Buffer(1, 64, width))
+        where.parts.flat[where.parts.size * where.number :][: where.parts.size] = np.nan
+        return Slot(rows, 0)
+
+    def queue_pipeline(self, name: str, readers: int) -> Pipeline:
+        return _here.block.once(name, lambda: Pipeline(_here.block, name, 2, 0, readers))
 
     def load_pipeline(self, name: str, stages: int, stage_bytes: int, readers: int) -> Pipeline:
         return _here.block.once(name, lambda: Pipeline(_here.block, name, stages, stage_bytes, readers))
@@ -355,6 +388,9 @@ class Machine:
     def stage_rows(self, product: TiledProduct, fragment: Registers, factor: Any, shared: Slot, thread: Any, dtype: Any) -> None:
         values = [self.rounded((fragment[i] * factor).value) for i in range(len(fragment.items))]
         self.put(product, values, shared.data)
+        self.written(shared.buffer, 0)
+        if not product.is_own:
+            self.publish_shared()
 
     def pair_of(self, sums: Memory, quad: Any, n: Any, which: int, stage: Any) -> tuple[Num, Num]:
         first = 2 * quad + 8 * n + self.tile.rows * which + (2 * self.tile.rows + 4) * stage
@@ -387,6 +423,7 @@ def simulate_backward(
     walk: Any = None,
     *,
     section: int = 2,
+    blocks_of_threads: int = 2,
     seed: int = 0,
     staged: Sequence[Any] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -401,6 +438,7 @@ def simulate_backward(
         **vars(stand_in.arch),
         "thread_idx": lambda: (Int32(LANES * _here.warp + np.arange(LANES)), 0, 0),
         "block_idx": lambda: (Int32(_here.block.number), 0, 0),
+        "grid_dim": lambda: (Int32(_here.block.grid), 0, 0),
         "warp_idx": lambda: Int32(_here.warp),
         "setmaxregister_decrease": lambda n: None,
         "setmaxregister_increase": lambda n: None,
@@ -419,7 +457,7 @@ def simulate_backward(
             **vars(stand_in.cute),
             "arch": SimpleNamespace(**arch),
             "copy": machine.copy,
-            "local_tile": lambda view, box, where: Boxes(view.matrix, box[0]),
+            "local_tile": lambda view, box, where: Boxes(view.matrix[:, int(where[1]) * box[1] :][:, : box[1]], box[0]),
             "make_rmem_tensor": make_rmem_tensor,
             "make_tensor": make_tensor,
             "make_layout": Layout,
@@ -432,6 +470,7 @@ def simulate_backward(
             **vars(library),
             "stage_bytes": machine.stage_bytes,
             "load_pipeline": machine.load_pipeline,
+            "queue_pipeline": machine.queue_pipeline,
             "copy_pair": lambda atom, shared, boxes: (shared, boxes),
             "filling": lambda stages: State(stages, 1),
             "reading": lambda stages: State(stages, 0),
@@ -446,7 +485,7 @@ def simulate_backward(
     hardware |= {
         "flipped": Flipped,
         "same_registers": _same_registers,
-        "recast_buffer": lambda buffer, layout, dtype: Slot(buffer, 0),
+        "recast_buffer": machine.rows_over,
     }
     steps = stand_in.library_of("cute_backward_tiles", {"cute": cute}, hardware)
     names = {
@@ -484,13 +523,29 @@ def simulate_backward(
     arguments: list[Any] = []
     if walk is not None:
         arguments += [captured_memory(x) for x in (walk.rows, walk.partial, walk.full, walk.order)]
+    counter = torch.zeros(1, dtype=torch.int32)
+    if t.queue:
+        arguments.append(captured_memory(counter))
     arguments += [captured_memory(x if x.numel() else x.new_zeros((1,) * x.dim())) for x in tensors]
     arguments += [Float32(scale), Int32(section)]
     arguments += [Float32(s) if isinstance(s, float) else Int32(s) for s in scalars]
     given = [each for x in (q, k, v, dout) for each in ("load", Global(x))] + [each for x in (dk, dv) for each in ("store", Global(x))]
     layouts = [_Name(name) for name in ("q", "dout", "k", "v", "scores", "dk", "dv")]
-    key_blocks = -(-kv_len // t.columns)
-    launch("backward", batch * kv_heads * key_blocks, 12, 1, *given, sums, dq_sums, *arguments, *machine.products, *layouts, None)
+    tiles_in_all = batch * kv_heads * -(-kv_len // t.columns)
+    launch(
+        "backward",
+        tiles_in_all if not t.queue else min(tiles_in_all, blocks_of_threads),
+        12,
+        1,
+        *given,
+        sums,
+        dq_sums,
+        *arguments,
+        *machine.products,
+        *layouts,
+        None,
+    )
+    assert counter.item() == 0, "the next launch begins with a counter of 0"
     launch("convert", batch * heads * blocks, 8, 0, "store", Global(dq), dq_sums, Float32(scale), machine.products[3], _Name("dq"), None)
     return dq, dk, dv
 

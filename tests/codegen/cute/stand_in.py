@@ -386,7 +386,6 @@ arch = SimpleNamespace(
     atomic_add=_atomic_add,
     sync_warp=lambda: None,
     make_warp_uniform=lambda x: typed(x),
-    fence_acq_rel_gpu=lambda: None,
     fence_proxy=lambda *args, **_: None,
 )
 cute = SimpleNamespace(

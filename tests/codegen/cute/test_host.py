@@ -75,14 +75,3 @@ def test_heads_that_share_the_cache_are_worked_on_together(tmp_path):
     assert module.entries_per_section(64, many, 1) == 64 and module.entries_per_section(64, many, 0) == 64
     assert module.entries_per_section(64, many // 16, HOPPER.l2_bytes) == 16, "tiles of fewer heads could not be shared out evenly"
     assert module.entries_per_section(60, many, HOPPER.l2_bytes // 16) == 32, "two sections of nearly one size, of whole groups"
-
-
-def test_tiles_that_do_not_fill_all_sms_are_shared_out(tmp_path):
-    graph = lowered(*VARIANTS["plain"])
-    shares = load_module(emit(graph, planned(graph), HOPPER), tmp_path / "kernel.py").shares
-    assert HOPPER.sm_count == 132
-    assert shares(64, 32, 47) == (1980, 25), "68 tiles of 47 blocks are left: 24.2 for each SM"
-    assert shares(66, 2, 47) == (132, 0), "nothing is left"
-    assert shares(65, 2, 47) == (130, 0), "shares of nearly a tile"
-    assert shares(1, 2, 100) == (0, 15), "not more than eight pieces of a tile"
-    assert shares(1, 2, 3) == (2, 0) and shares(1, 2, 6) == (0, 4), "not less than four blocks"

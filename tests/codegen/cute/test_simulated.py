@@ -90,12 +90,6 @@ CASES = {
     "three warpgroups in turns, ragged dims": ("documents", {"head_dim": 72, "head_dim_v": 40, "tile": Tile(192, 64, 2, True, "dynamic")}),
     "one warpgroup": ("key bias", {"tile": Tile(64, 128, 2, False, "dynamic")}),
     "a block wider than a word of bits": ("window", {"tile": Tile(128, 176)}),
-    "tiles split along the keys": ("plain", {"head_dim": 128, "tile": Tile(128, 64, 2, True, "static"), "share": (4, 4)}),
-    "all tiles split, ragged dims, three warpgroups": (
-        "plain",
-        {"q_len": 250, "kv_len": 500, "head_dim": 72, "head_dim_v": 40, "tile": Tile(192, 64, 2, True, "static"), "share": (0, 11)},
-    ),
-    "tiles split in many, out over queries": ("plain", {"q_len": 100, "kv_len": 640, "head_dim": 256, "share": (0, 6)}),
     "few tokens": ("plain", {"q_len": 5, "kv_len": 3}),
     "one key": ("causal", {"q_len": 64, "kv_len": 1}),
     "float16, bounded": ("softcap", {"dtype": torch.float16}),
@@ -161,15 +155,3 @@ def test_a_stage_released_too_early_is_noticed():
 def test_registers_of_a_running_product_are_not_touched():
     with pytest.raises(AssertionError, match="registers read while a product writes them"):
         run(VARIANTS["causal"], tile=Tile(128, 64), change=without("warpgroup.wait_group(1)"))
-
-
-def test_pieces_of_bounded_scores_and_of_rows_without_a_score_are_merged():
-    def capped(score, b, h, q, k):
-        return 5 * torch.tanh(score / 5)
-
-    def nothing_for_some(score, b, h, q, k):
-        return torch.where(score * 0 + q < 70, score, -float("inf"))
-
-    given = {"tile": Tile(128, 64, 2, True, "static"), "share": (4, 4)}
-    check((capped, None), **given)
-    check((nothing_for_some, None), **given)
