@@ -1,0 +1,1 @@
+"""What serving a model needs besides attention: true positions, short queries against long caches."""
