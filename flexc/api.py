@@ -7,7 +7,8 @@ import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -15,26 +16,34 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from flexc import backends, frontend, operators, pipeline, settings
 from flexc.algebra import Mask
-from flexc.autograd import Attention
+from flexc.autograd import attend
 from flexc.backends import Options, Shapes
 from flexc.errors import FlexcError, InputError, ShapeError, UnsupportedError
-from flexc.explain import Explanation, explain
 from flexc.extents import Extent, extents_of, refuse_wrong_sizes
+from flexc.inference.decode import decoding
+from flexc.inference.paged import PagedKV, attend_paged, attend_quantized
+from flexc.inference.places import Positions, positions_of
+from flexc.inference.quantized import DTYPES as QUANTIZED
+from flexc.inference.varlen import Sequences
 from flexc.ir.graph import Graph
 from flexc.launch import MAPS, Launch
+from flexc.map_making import number_on
 from flexc.operators import PLAIN, is_watched
 from flexc.pickling import held_at
 from flexc.pipeline import Artifact
+from flexc.ready import LARGEST_SCALE, Ready, ReadyLaunches, likeness_of
 from flexc.sinks import refuse_bad_sink, with_sink
 from flexc.sparsity import BlockMap
 from flexc.sparsity.facts import verify_facts
 
+if TYPE_CHECKING:
+    from flexc.explain import Explanation
+
 Tensor = torch.Tensor
 Function = Callable[..., Any]
 
-_OPTION_NAMES = ("backend", "autotune", "precision", "deterministic")
+_OPTION_NAMES = ("backend", "autotune", "precision", "deterministic", "batch_invariant")
 _PRECISIONS = ("fast", "exact", "tf32")
-_MOST_READY = 256  # combinations of a trace and sizes that a kernel keeps at hand
 MAX_TOKENS = 2**24  # positions are exact in float32 below it
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -46,9 +55,12 @@ class AuxOutput:
     Attributes:
         lse: float32 [B, Hq, Sq], natural logarithm of the sum of exponentials of a row's scores, differentiable; -inf for a row without
             keys.
+        max_scores: float32 [B, Hq, Sq], the largest score of a row after the score function, without a gradient; -inf for a row without
+            keys. None where it was not asked for.
     """
 
     lse: Tensor
+    max_scores: Tensor | None = None
 
 
 def kernel(function: Function) -> Kernel:
@@ -91,22 +103,26 @@ def attention(
     autotune: bool = False,
     precision: str = "fast",
     deterministic: bool = False,
+    batch_invariant: bool = False,
 ) -> Kernel:
     """Make an attention kernel of a score function and a mask function; None for plain scores, for no mask.
 
     Args:
         score_mod: (score, batch, head, q_idx, kv_idx) → score, float32; or a kernel that `flexc.kernel` made of such a function.
         mask_mod: (batch, head, q_idx, kv_idx) → bool, a Mask, or a kernel that `flexc.kernel` made of such a function.
-        backend: "auto", "triton", "cute" (Hopper, only when asked for) or "cpu".
+        backend: "auto", "triton", "cute" (Hopper) or "cpu".
         autotune: time the plausible tiles on the first call's shapes and block structure, and keep the fastest.
         precision: "fast" (hardware approximations where they stay within twice eager PyTorch's error), "exact" (none), or "tf32" (fast, and
             products of float32 tensors in TF32; otherwise float32 means float32).
         deterministic: equal bits from equal calls, gradients of captured tensors included.
+        batch_invariant: the output bits of a query do not depend on what else is in the batch, on room behind kv_len, or on pages. Decoding
+            then cuts the keys at places of each sequence's own, which costs a few percent. Not on the CPU.
 
     Raises:
         InputError: an unknown option, or a function with the wrong number of arguments.
     """
-    return Kernel(score_mod, mask_mod, backend=backend, autotune=autotune, precision=precision, deterministic=deterministic)
+    named = {"precision": precision, "deterministic": deterministic, "batch_invariant": batch_invariant}
+    return Kernel(score_mod, mask_mod, backend=backend, autotune=autotune, **named)
 
 
 class Kernel:
@@ -127,8 +143,10 @@ class Kernel:
         autotune: bool = False,
         precision: str = "fast",
         deterministic: bool = False,
+        batch_invariant: bool = False,
     ):
         self._backend, self._autotune, self._precision, self._deterministic = backend, autotune, precision, deterministic
+        self._batch_invariant = batch_invariant
         if is_dynamo_compiling():  # made inside a compiled region: `flexc.dynamo` makes the real one, and checks there
             self.score_mod, self.mask_mod = score_mod, mask_mod
             return
@@ -136,7 +154,7 @@ class Kernel:
             backends.choose(backend, None)  # raises, naming the known ones
         if precision not in _PRECISIONS:
             raise InputError(f"unknown precision {precision!r}: expected " + ", ".join(f'"{known}"' for known in _PRECISIONS))
-        for name, switch in (("autotune", autotune), ("deterministic", deterministic)):
+        for name, switch in (("autotune", autotune), ("deterministic", deterministic), ("batch_invariant", batch_invariant)):
             if not isinstance(switch, bool):
                 raise InputError(f"{name} is a {type(switch).__name__}; expected True or False")
         score_mod = _function_in(score_mod, "score_mod")
@@ -145,8 +163,8 @@ class Kernel:
         _refuse_arity(mask_mod, 4, "mask_mod", "(batch, head, q_idx, kv_idx)")
         self.score_mod = score_mod
         self.mask_mod = mask_mod
-        self._options = Options(precision=precision, deterministic=deterministic)
-        self._ready: dict[tuple, tuple[Artifact, tuple[Extent, ...], Options]] = {}
+        self._options = Options(precision=precision, deterministic=deterministic, batch_invariant=batch_invariant)
+        self._ready = ReadyLaunches()
         self._last: tuple[Launch, tuple[Tensor, ...], torch.device] | None = None
         function = score_mod if score_mod is not None else mask_mod
         self.__name__ = pipeline.title_of(score_mod, mask_mod)
@@ -155,7 +173,7 @@ class Kernel:
 
     def __getattr__(self, name: str) -> Any:
         # A kernel made inside a compiled region has nothing but its arguments until someone outside asks for more.
-        if name in ("_options", "_ready", "_last", "__name__") and "_deterministic" in vars(self):
+        if name in ("_options", "_ready", "_last", "__name__") and "_batch_invariant" in vars(self):
             options = {option: vars(self)[f"_{option}"] for option in _OPTION_NAMES}
             Kernel.__init__(self, self.score_mod, self.mask_mod, **options)
             return getattr(self, name)
@@ -172,18 +190,38 @@ class Kernel:
         return make, (self.score_mod, self.mask_mod)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, return_lse: bool = False, sink: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor | PagedKV,
+        v: Tensor | None = None,
+        *,
+        scale: float | None = None,
+        return_lse: bool = False,
+        sink: Tensor | None = None,
+        q_offset: int | Tensor | None = None,
+        kv_len: int | Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        return_max_scores: bool = False,
     ) -> Tensor | tuple[Tensor, AuxOutput]:
         """Attention of q to k and v.
 
         Args:
             q: [B, Hq, Sq, D], float16, bfloat16 or float32 (float64 on the CPU), any strides.
-            k: [B, Hkv, Skv, D]. Hq is a multiple of Hkv: query head h reads key/value head h // (Hq / Hkv).
+            k: [B, Hkv, Skv, D]. Hq is a multiple of Hkv: query head h reads key/value head h // (Hq / Hkv). Or a PagedKV, in place of k, v
+                and kv_len.
             v: [B, Hkv, Skv, Dv].
             scale: on q·k before the score function, any finite number; default 1 / sqrt(D).
             return_lse: also return AuxOutput.
             sink: [Hq], a learnable logit for each query head that takes part in the softmax of its rows and has no value. It counts in
                 lse, and costs one more pass over the output.
+            q_offset: position of the first query row in its sequence, a number or an integer tensor [B]: the functions see
+                q_idx = q_offset + row. Default: 0; of a PagedKV such that the queries are the last tokens in it.
+            kv_len: how many of the keys are there, a number or an integer tensor [B]: no query sees those past it, whatever they hold.
+                Neither of the two compiles anything when its value changes.
+            k_scale, v_scale: factors of k and v of float8_e4m3fn or int8, float32: one [], or [Hkv], or [B, Hkv, Skv]; default 1. q is
+                float16 or bfloat16 then, and nothing requires a gradient.
+            return_max_scores: also return AuxOutput, with the largest score of each row (the sink is none); by a kernel of its own.
 
         Returns:
             out [B, Hq, Sq, Dv] in q's dtype, or (out, AuxOutput). A row that may see no key is 0, with lse -inf and zero gradients.
@@ -194,28 +232,95 @@ class Kernel:
             TraceError: a function cannot be compiled.
             UnsupportedError: the backend has no kernel for this.
         """
-        out, lse = self._attend(q, k, v, scale)
+        if isinstance(k, PagedKV) or k_scale is not None or v_scale is not None or getattr(k, "dtype", None) in QUANTIZED:
+            if return_max_scores:
+                raise UnsupportedError("return_max_scores on a paged cache or one of eight bits, on every backend: expected return_lse")
+            (out, lse), largest = self._attend_cache(q, k, v, scale, q_offset, kv_len, (k_scale, v_scale)), ()
+        elif q_offset is kv_len is None:
+            out, lse, *largest = self._attend(q, k, v, scale, return_max_scores)  # pyright: ignore[reportArgumentType]  (refused there)
+        else:
+            out, lse, *largest = self._attend_at(q, k, v, scale, q_offset, kv_len, return_max_scores)  # pyright: ignore[reportArgumentType]
         if sink is not None:
             refuse_bad_sink(sink, q)
             out, lse = with_sink(out, lse, sink)
-        return (out, AuxOutput(lse)) if return_lse else out
+        return (out, AuxOutput(lse, *largest)) if return_lse or return_max_scores else out
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
-        """out and lse."""
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, max_scores: bool) -> tuple[Tensor, ...]:
+        """out and lse, and the largest scores if asked for."""
         if is_dynamo_compiling():
             from flexc import dynamo
 
-            return dynamo.call(self, q, k, v, scale)
+            return dynamo.call(self, q, k, v, scale, max_scores)
         current = settings.current()
         if current.eager:
-            return self._eager(q, k, v, scale)
+            return self._eager(q, k, v, scale, max_scores)
         if is_watched(q, k, v):
-            return self._watched(q, k, v, scale)
-        launch, q, k, v, tensors = self._launch(q, k, v, scale, current)
+            return self._watched(q, k, v, scale, None, max_scores)
+        launch, q, k, v, tensors = self._launch(q, k, v, scale, current, None, max_scores)
         if current.check:
             self._check(launch, q, k, tensors)
+        launch = decoding(launch, q, k, v, tensors)
         self._last = (launch, tensors, q.device)
-        return Attention.apply(launch, q, k, v, *tensors)
+        return attend(launch, q, k, v, tensors)
+
+    def _attend_cache(
+        self, q: Tensor, k: Any, v: Any, scale: float | None, q_offset: int | Tensor | None, kv_len: Any, scales: tuple
+    ) -> tuple[Tensor, Tensor]:
+        """out and lse of a paged cache, or one of eight bits."""
+        if is_dynamo_compiling():
+            from flexc import dynamo
+
+            return dynamo.call_cache(self, q, k, v, scale, q_offset, kv_len, scales)
+        if isinstance(k, PagedKV):
+            return attend_paged(self, q, k, v, scale, q_offset, kv_len, scales)
+        return attend_quantized(self, q, k, v, scale, q_offset, kv_len, scales)
+
+    def _attend_at(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float | None,
+        q_offset: int | Tensor | None,
+        kv_len: int | Tensor | None,
+        max_scores: bool,
+    ) -> tuple[Tensor, ...]:
+        """out and lse at positions, and the largest scores if asked for."""
+        if is_dynamo_compiling():
+            from flexc import dynamo
+
+            return dynamo.call_at(self, q, k, v, scale, q_offset, kv_len, max_scores)
+        _refuse_what_is_no_input(q, k, v)
+        _shapes_of(q, k, v)
+        positions, k, v = positions_of(q_offset, kv_len, q, k, v)
+        if positions is None:
+            return self._attend(q, k, v, scale, max_scores)
+        return self._attend_placed(q, k, v, scale, positions, max_scores)
+
+    def _attend_placed(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, places: Positions | Sequences, max_scores: bool = False
+    ) -> tuple[Tensor, ...]:
+        """out and lse where the functions see other places than those in the tensors, and the largest scores if asked for."""
+        _refuse_what_is_no_input(q, k, v)
+        _shapes_of(q, k, v)
+        current = settings.current()
+        if current.eager:
+            score_mod, mask_mod, options = places.in_python(self.score_mod, self.mask_mod)
+            return Kernel(score_mod, mask_mod)._eager(q, k, v, scale, max_scores, **options)
+        if is_watched(q, k, v):
+            return self._watched(q, k, v, scale, places, max_scores)
+        if current.check:
+            places.refuse_values(q.shape[2], k.shape[2])
+        traced = places.placed(*frontend.trace(self.score_mod, self.mask_mod))
+        launch, q, k, v, tensors = self._launch(q, k, v, scale, current, traced, max_scores)
+        if current.check:
+            self._check(launch, q, k, tensors)
+        ordinary, launch = launch, decoding(launch, q, k, v, tensors)
+        if launch is ordinary:  # the split kernel makes sure of both itself
+            k, v = places.without_rest(k, v)
+            launch = replace(launch, maps_by_kernels=True)
+        self._last = (launch, tensors, q.device)
+        return attend(launch, q, k, v, tensors)
 
     # --- looking inside ---
 
@@ -271,7 +376,11 @@ class Kernel:
         copied = [name for name, given, x in zip("qkv", (q, k, v), rows) if given.stride(-1) != x.stride(-1)]
         if scale is None:
             scale = launch.scale
-        return explain(launch, _forward_map(launch, tensors, q.device), float(scale), copied, self.__name__)
+        from flexc.explain import explain
+
+        explanation = explain(launch, _forward_map(launch, tensors, q.device), float(scale), copied, self.__name__, tensors)
+        ran = decoding(launch, q, k, v, tensors).artifact
+        return replace(explanation, backend=ran.backend.name, reason=ran.reason, plan=str(ran.plan))
 
     def captured(self, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
         """The captured tensors that require a gradient in a call on q, k and v, by the name that the graph gives them."""
@@ -326,7 +435,9 @@ class Kernel:
             )
         return self._last
 
-    def _watched(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+    def _watched(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, places: Positions | Sequences | None, max_scores: bool
+    ) -> tuple[Tensor, ...]:
         """out and lse where PyTorch must see an operator, or q, k and v are distributed."""
         _refuse_what_is_no_input(q, k, v)
         if scale is not None:
@@ -334,8 +445,11 @@ class Kernel:
         if operators.is_distributed(q, k, v):
             from flexc import sharding
 
-            return sharding.call(self, q, k, v, scale)
-        return operators.call(self, q, k, v, scale)
+            if places is not None:
+                what = "q_offset, kv_len and packed sequences with DTensors"
+                raise UnsupportedError(f"{what}, on every backend: call the kernel on each rank's local tensors")
+            return sharding.call(self, q, k, v, scale, max_scores)
+        return operators.call(self, q, k, v, scale, places, max_scores)
 
     def _check(self, launch: Launch, q: Tensor, k: Tensor, tensors: tuple[Tensor, ...]) -> None:
         """FLEXC_CHECK=1: what kernels would not notice."""
@@ -353,62 +467,74 @@ class Kernel:
         scale: float | None,
         current: settings.Settings,
         traced: tuple[frontend.Trace, frontend.Binding] | None = None,
+        max_scores: bool = False,
     ) -> tuple[Launch, Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
         """The launch for these inputs, and the inputs as kernels take them: q, k, v and the captured tensors.
 
         Args:
             traced: what to run in place of the kernel's own functions.
+            max_scores: the launch also gives the largest scores.
         """
+        likeness = likeness_of(q, k, v, max_scores, _wants_determinism(), current.device_maps, current.dump, current.override)
+        known = self._ready.like(likeness) if likeness is not None else None
+        if known is not None and (scale is None or (type(scale) is float and 0.0 < scale <= LARGEST_SCALE)):
+            trace, binding = frontend.trace(self.score_mod, self.mask_mod) if traced is None else traced
+            ready = known.get(trace)
+            if ready is not None:
+                tensors = _taken(binding.tensors, trace.graph, q.device) if binding.tensors else ()
+                if ready.extents:
+                    shapes = ready.launch.shapes
+                    refuse_wrong_sizes(ready.extents, trace.graph, tensors, shapes.batch, shapes.heads_q, "q has")
+                launch = ready.at(scale, binding.scalars)
+                return self._tuned(launch, trace, q, k, v, tensors) if self._autotune else launch, q, k, v, tensors
         _refuse_what_is_no_input(q, k, v)
+        taken = q, k, v
         if scale is not None:
             q, scale = _positive_scale(q, scale)
         q, k, v = _contiguous_rows(q), _contiguous_rows(k), _contiguous_rows(v)
-        device = q.device
         shapes = _shapes_of(q, k, v)
         trace, binding = frontend.trace(self.score_mod, self.mask_mod) if traced is None else traced
-        tensors = binding.tensors
-        for slot, tensor in enumerate(tensors):
-            if type(tensor) not in PLAIN:
-                operators.refuse_distributed(tensor, trace.graph.tensors[slot].name)
-            if tensor.device != device:
-                moved = _on_device(tensor, trace.graph.tensors[slot].name, device)
-                tensors = (*tensors[:slot], moved, *tensors[slot + 1 :])
-        key = (trace, shapes, device, _wants_determinism(), current.dump, current.override)
-        found = self._ready.get(key)
-        if found is None:
-            found = self._prepared(trace, tensors, shapes, device)
-            if len(self._ready) >= _MOST_READY:
-                self._ready.clear()
-            self._ready[key] = found
-        artifact, extents, options = found
-        if extents:
-            refuse_wrong_sizes(extents, trace.graph, tensors, shapes.batch, shapes.heads_q, "q has")
-        if scale is None:
-            scale = 1.0 / math.sqrt(shapes.head_dim)
-        launch = Launch(artifact, shapes, scale, binding.scalars, options, self.__name__)
-        if self._autotune:
-            from flexc.autotune import tuned
+        tensors = _taken(binding.tensors, trace.graph, q.device)
+        artifact, extents, options = self._prepared(trace, tensors, shapes, q.device, max_scores)
+        default = 1.0 / math.sqrt(shapes.head_dim)
+        launch = Launch(artifact, shapes, default, binding.scalars, options, self.__name__)
+        ready = Ready(launch, extents)
+        if likeness is not None and q is taken[0] and k is taken[1] and v is taken[2]:  # the launch is for copies otherwise
+            self._ready.keep(likeness, trace, ready)
+        launch = ready.at(scale, binding.scalars)
+        return self._tuned(launch, trace, q, k, v, tensors) if self._autotune else launch, q, k, v, tensors
 
-            launch = tuned(launch, trace, q, k, v, tensors)
-        return launch, q, k, v, tensors
+    def _tuned(self, launch: Launch, trace: frontend.Trace, q: Tensor, k: Tensor, v: Tensor, tensors: tuple[Tensor, ...]) -> Launch:
+        from flexc.autotune import tuned
+
+        return tuned(launch, trace, q, k, v, tensors)
 
     def _prepared(
-        self, trace: frontend.Trace, tensors: tuple[Tensor, ...], shapes: Shapes, device: torch.device
+        self, trace: frontend.Trace, tensors: tuple[Tensor, ...], shapes: Shapes, device: torch.device, max_scores: bool
     ) -> tuple[Artifact, tuple[Extent, ...], Options]:
-        extents = extents_of(trace.graph)
+        extents = _extents.get(trace)
+        if extents is None:
+            extents = _extents[trace] = extents_of(trace.graph)
         refuse_wrong_sizes(extents, trace.graph, tensors, shapes.batch, shapes.heads_q, "q has")  # before anything is compiled
         backend, reason = backends.choose(self._backend, device)
         target = pipeline.target_of(device)
-        options = replace(self._options, deterministic=True) if _wants_determinism() else self._options
+        options = self._options
+        if max_scores or _wants_determinism():
+            options = replace(options, max_scores=max_scores, deterministic=options.deterministic or _wants_determinism())
         return pipeline.artifact_for(trace, shapes, target, backend, reason, options, self.__name__), extents, options
 
-    def _eager(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+    def _eager(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, max_scores: bool, **positions: Any) -> tuple[Tensor, ...]:
         """FLEXC_EAGER=1: the user's own functions on dense tensors, where print and breakpoint work."""
-        from flexc.reference import eager
+        from flexc.reference import eager, largest_scores
 
         _refuse_what_is_no_input(q, k, v)
         _shapes_of(q, k, v)
-        return eager(self.score_mod, self.mask_mod, q, k, v, scale=None if scale is None else _finite(scale))
+        named = {"scale": None if scale is None else _finite(scale), **positions}
+        results = eager(self.score_mod, self.mask_mod, q, k, v, **named)
+        return (*results, largest_scores(self.score_mod, self.mask_mod, q, k, **named).float()) if max_scores else results
+
+
+_extents: WeakKeyDictionary[frontend.Trace, tuple[Extent, ...]] = WeakKeyDictionary()
 
 
 def _wants_determinism() -> bool:
@@ -421,7 +547,7 @@ def _forward_map(launch: Launch, tensors: tuple[Tensor, ...], device: torch.devi
 
 
 def _given(options: Options) -> dict[str, Any]:
-    return {"precision": options.precision, "deterministic": options.deterministic}
+    return {name: getattr(options, name) for name in ("precision", "deterministic", "batch_invariant")}
 
 
 # --- validation ---------------------------------------------------------------------------------------------------------------------
@@ -547,6 +673,32 @@ def _positive_scale(q: Tensor, scale: Any) -> tuple[Tensor, float]:
     return (-q, -scale) if scale < 0 else (q * 0.0, 1.0)
 
 
+def as_kernels_take(
+    kernel: Kernel, q: Tensor, scale: float | None, positions: Positions | None
+) -> tuple[Tensor, float, tuple[Tensor, ...], frontend.Trace, frontend.Binding]:
+    """q, the scale, the captured tensors, and the trace at positions with its binding, for a call that makes its own launch."""
+    if scale is not None:
+        q, scale = _positive_scale(q, scale)
+    trace, binding = frontend.trace(kernel.score_mod, kernel.mask_mod)
+    if positions is not None:
+        trace, binding = positions.placed(trace, binding)
+    tensors = _taken(binding.tensors, trace.graph, q.device)
+    refuse_wrong_sizes(extents_of(trace.graph), trace.graph, tensors, q.shape[0], q.shape[1], "q has")
+    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
+    return _contiguous_rows(q), scale, tensors, trace, binding
+
+
+def _taken(tensors: tuple[Tensor, ...], graph: Graph, device: torch.device) -> tuple[Tensor, ...]:
+    """Captured tensors as kernels take them."""
+    for slot, tensor in enumerate(tensors):
+        if type(tensor) not in PLAIN:
+            operators.refuse_distributed(tensor, graph.tensors[slot].name)
+        if tensor.device != device:
+            moved = _on_device(tensor, graph.tensors[slot].name, device)
+            tensors = (*tensors[:slot], moved, *tensors[slot + 1 :])
+    return tensors
+
+
 def _contiguous_rows(x: Tensor) -> Tensor:
     """The same tensor if its last dimension is contiguous, else one copy."""
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -565,5 +717,5 @@ def _on_device(tensor: Tensor, name: str, device: torch.device) -> Tensor:
     found = _on_gpu.get(tensor)
     if found is None or found[0] != version:
         # One copy while the number stays: block maps are kept for as long as the tensors that they were made from.
-        found = _on_gpu[tensor] = version, tensor.to(device)
+        found = _on_gpu[tensor] = version, number_on(tensor, device)
     return found[1]

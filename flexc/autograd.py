@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch.autograd import forward_ad
 
 from flexc.errors import UnsupportedError
 
@@ -15,21 +16,25 @@ Tensor = torch.Tensor
 
 
 class Attention(torch.autograd.Function):
-    """out and lse of a launch; gradients of q, k, v and of every captured tensor that requires one.
+    """out and lse of a launch; gradients of q, k, v and of every captured tensor that requires one. Largest scores have no gradient.
 
     lse is float32. Of float64 inputs the backward pass keeps it in float64.
     """
 
     @staticmethod
-    def forward(ctx: Any, launch: Launch, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = run(launch, q, k, v, tensors)
+    def forward(ctx: Any, launch: Launch, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        out, lse, *largest = run(launch, q, k, v, tensors)
         ctx.launch = launch
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
-        return out, lse.float()
+        if not largest:
+            return out, lse.float()
+        scores = largest[0].float()
+        ctx.mark_non_differentiable(scores)
+        return out, lse.float(), scores
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *tensors = ctx.saved_tensors
         if dout is None and dlse is None:
             return (None,) * (4 + len(tensors))
@@ -49,8 +54,22 @@ class Attention(torch.autograd.Function):
         refuse_forward_mode()
 
 
-def run(launch: Launch, q: Tensor, k: Tensor, v: Tensor, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """The forward pass of a launch, out and lse, in the dtypes of its inputs: autocast changes nothing inside."""
+# `Attention.apply` without its look at functorch, which calls that come here have behind them (`flexc.operators.is_watched`).
+_apply: Any = super(torch.autograd.Function, Attention).apply  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def attend(launch: Launch, q: Tensor, k: Tensor, v: Tensor, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """out and float32 lse of a launch, and largest scores if it has them; a node of autograd only where someone may ask for a gradient."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or any([x.requires_grad for x in tensors])):
+        return _apply(launch, q, k, v, *tensors)
+    if forward_ad._current_level >= 0:  # dual tensors may be among them, which the node refuses
+        return _apply(launch, q, k, v, *tensors)
+    results = run(launch, q, k, v, tensors)
+    return results if results[1].dtype == torch.float32 else (results[0], *(x.float() for x in results[1:]))
+
+
+def run(launch: Launch, q: Tensor, k: Tensor, v: Tensor, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The forward pass of a launch, out and lse (and largest scores), in the dtypes of its inputs: autocast changes nothing inside."""
     if torch.is_autocast_enabled(q.device.type):
         with _no_autocast(q):
             return launch.forward(q, k, v, tensors)

@@ -37,6 +37,7 @@ class Shapes:
         dtype: of q, k, v and the output.
         bulk: q, k and v lie so that hardware bulk copies (TMA) can read them: 16-byte aligned base and strides.
         page: tokens of a page of the cache, 0 for keys that lie one after another.
+        cache: dtype of k and v where it is another, of eight bits; token_scales: each of their tokens has a scale of its own.
     """
 
     batch: int
@@ -49,6 +50,8 @@ class Shapes:
     dtype: torch.dtype
     bulk: bool = True
     page: int = 0
+    cache: str = ""
+    token_scales: bool = False
 
     @property
     def group(self) -> int:
@@ -110,6 +113,8 @@ class Backend:
         forward: (module, call, maps) → out, lse, and the largest scores if the options ask for them.
         backward: (module, call, maps, out, lse, dout, dlse) → dq, dk, dv, gradients of the captured tensors.
         packages: distributions whose versions are part of the key.
+        workspace_bytes: (plan, shapes) → what its backward pass allocates besides results and sums for captured tensors; two float32
+            numbers a query where nothing else is said.
         backward_by: backends whose module runs the backward pass, from this one's out and lse: the first that can; empty for this one.
         otherwise: the backend that takes the requests which `plan` refuses; None: they are refused.
         record: as `forward`, which also returns a function (q, k, v, scale, tensors, scalars, walk) that launches the same again with less
@@ -129,6 +134,7 @@ class Backend:
     backward: Callable[..., tuple[Tensor, Tensor, Tensor, Sequence[Tensor | None]]]
     packages: tuple[str, ...]
     backward_by: tuple[Backend, ...] = ()
+    workspace_bytes: Callable[[Any, Shapes], int] = lambda plan, s: 8 * s.batch * s.heads_q * s.q_len
     otherwise: Backend | None = None
     record: Callable[..., Any] | None = None
     gradient_bytes: Callable[[Graph, bool, Sequence[int]], dict[str, int]] = lambda graph, deterministic, elements: {}
@@ -179,6 +185,8 @@ def _plan_decode(graph: Graph, shapes: Shapes, target: Target, options: Options)
         group=shapes.group,
         rows=_decode_rows(shapes),
         page=shapes.page,
+        cache=shapes.cache,
+        token_scales=shapes.token_scales,
         batch_invariant=options.batch_invariant,
         precision=options.precision,
         interpreted=is_interpreted(),
@@ -200,6 +208,12 @@ def _plan_cute(graph: Graph, shapes: Shapes, target: Target, options: Options) -
         precision=options.precision,
         tile=dict(options.tiles).get("forward"),
     )
+
+
+def _plan_hopper(graph: Graph, shapes: Shapes, target: Target, options: Options) -> Any:
+    if cute_codegen.reads_pairs(graph):
+        raise UnsupportedError("captured values that are read for each pair of positions, which kernels of the cute backend do one by one")
+    return _plan_cute(graph, shapes, target, options)
 
 
 def _plan_cute_backward(graph: Graph, shapes: Shapes, target: Target, options: Options) -> Any:
@@ -271,7 +285,7 @@ def _backward_triton(module: Any, call: Call, maps: Maps, out: Tensor, lse: Tens
 def _backward_cute(module: Any, call: Call, maps: Maps, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Any:
     columns = maps["backward"].column_walk() if maps else None
     if not reads_in_bulk([dout]):
-        dout = dout.contiguous()
+        dout = dout.clone(memory_format=torch.contiguous_format)  # also where only the base is not aligned
     if dlse is not None:
         dlse = dlse.contiguous()
     with on_device(call.q.device):
@@ -315,7 +329,7 @@ TRITON = Backend(
 )
 CUTE_BACKWARD = Backend(
     name="cute",
-    templates=("cute/backward.py.j2", "cute/backward_host.py.j2"),
+    templates=("cute/backward.py.j2", "cute/backward_queue.py.j2", "cute/backward_each.py.j2", "cute/backward_host.py.j2"),
     lower=lambda graph: _base2.lower_to_base2(_derivative.differentiate(graph)),
     plan=_plan_cute_backward,
     reads=lambda s: ("backward", s.dtype, s.head_dim, s.head_dim_v, s.group, s.bulk),
@@ -324,6 +338,7 @@ CUTE_BACKWARD = Backend(
     forward=_no_forward,
     backward=_backward_cute,
     packages=("torch", "nvidia-cutlass-dsl"),
+    workspace_bytes=lambda plan, s: cute_codegen.backward_workspace_bytes(plan, s.batch * s.heads_q, s.q_len),
 )
 CUTE = Backend(
     name="cute",
@@ -340,17 +355,17 @@ CUTE = Backend(
 )
 DECODE = Backend(  # the triton backend's way for short queries against many keys: a packed graph, forward only
     name="triton",
-    templates=("triton/decode.py.j2",),
+    templates=("triton/decode.py.j2", "triton/decode_host.py.j2"),
     lower=lambda graph: _base2.lower_to_base2(graph),
     plan=_plan_decode,
-    reads=lambda s: ("decode", s.dtype, s.head_dim, s.head_dim_v, s.group, s.page, _decode_rows(s)),
+    reads=lambda s: ("decode", s.dtype, s.head_dim, s.head_dim_v, s.group, s.page, s.cache, s.token_scales, _decode_rows(s)),
     emit=lambda graph, plan, target, title: triton_codegen.emit_decode(graph, plan, title=title),
     blocks=lambda plan: triton_codegen.map_blocks(plan),
     forward=_forward_on_gpu,
     backward=_no_backward,
     packages=("torch", "triton"),
 )
-HOPPER = replace(CUTE, otherwise=TRITON)  # what "auto" takes there
+HOPPER = replace(CUTE, plan=_plan_hopper, otherwise=TRITON)  # what "auto" takes there
 BACKENDS = {backend.name: backend for backend in (TRITON, CPU, CUTE)}
 
 

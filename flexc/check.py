@@ -116,6 +116,8 @@ def check(
     *,
     scale: float | None = None,
     sink: Tensor | None = None,
+    q_offset: int | Tensor | None = None,
+    kv_len: int | Tensor | None = None,
     seed: int = 0,
     quiet: bool = False,
 ) -> CheckReport:
@@ -124,14 +126,14 @@ def check(
     Args:
         kernel: a `flexc.Kernel`.
         q, k, v: as for the kernel; they are not changed and get no `.grad`.
-        scale, sink: as for the kernel.
+        scale, sink, q_offset, kv_len: as for the kernel.
         seed: of the random gradients of out and lse.
         quiet: print nothing.
 
     Returns:
         CheckReport; a difference raises nothing, see `.ok` and `.raise_if_bad()`.
     """
-    report = compare(kernel, q, k, v, kernel.captured(q, k, v), scale=scale, sink=sink, seed=seed)
+    report = compare(kernel, q, k, v, kernel.captured(q, k, v), scale=scale, sink=sink, q_offset=q_offset, kv_len=kv_len, seed=seed)
     if not quiet:
         from rich.console import Console
 
@@ -151,10 +153,12 @@ def compare(
     *,
     scale: float | None = None,
     sink: Tensor | None = None,
+    q_offset: int | Tensor | None = None,
+    kv_len: int | Tensor | None = None,
     seed: int = 0,
 ) -> CheckReport:
     """`check` with the tensors named whose gradients count besides those of q, k and v: captured ones, or what they are computed from."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {name: x for name, x in (("q_offset", q_offset), ("kv_len", kv_len)) if x is not None}
     if sink is not None:
         options["sink"] = sink = sink.detach().requires_grad_()
         captured = {**captured, "sink": sink}

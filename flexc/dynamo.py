@@ -46,39 +46,63 @@ from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 from torch.utils._python_dispatch import _disable_current_modes
 
-from flexc import frontend, operators, settings
+from flexc import frontend, operators, passes, settings
 from flexc.errors import FlexcError, InputError, UnsupportedError
 from flexc.frontend.guards import Source
-from flexc.ir.graph import FLOAT32
+from flexc.ir.graph import FLOAT32, inputs_of
 
 Tensor = torch.Tensor
 
-ATTENTION = operators.ATTENTION
+ATTENTION, ATTENTION_WITH_MAX = operators.ATTENTION, operators.ATTENTION_WITH_MAX
 comptime: Any = _comptime
 from_numpy = torch.from_numpy  # what paths may say besides Python's own
 
 # --- what Dynamo runs ------------------------------------------------------------------------------------------------------------------
 
 
-def call(kernel: Any, q: Tensor, k: Tensor, v: Tensor, scale: Any) -> tuple[Tensor, Tensor]:
-    """out and lse of a kernel; for Dynamo alone, which runs this line by line."""
+def call(kernel: Any, q: Tensor, k: Tensor, v: Tensor, scale: Any, max_scores: bool = False) -> tuple[Tensor, ...]:
+    """out and lse (and largest scores) of a kernel; for Dynamo alone, which runs this line by line."""
     score_mod, mask_mod = _inside(kernel.score_mod, 0), _inside(kernel.mask_mod, 1)  # noqa: F841 - `_bind` reads them
-    options = (kernel._backend, kernel._autotune, kernel._precision, kernel._deterministic)  # noqa: F841
+    options = (kernel._backend, kernel._autotune, kernel._precision, kernel._deterministic, kernel._batch_invariant)  # noqa: F841
     bound: Any = None
     comptime(_bind)
     if bound is None:  # not while Dynamo traces, but where it gave up and Python runs this
-        return _plainly(kernel, q, k, v, scale)  # pyright: ignore[reportCallIssue]
+        return _plainly(kernel, q, k, v, scale, max_scores)  # pyright: ignore[reportCallIssue]
     text, fixed_scale, tensors, ints, numbers = bound
     # A symbolic float reaches an operator only inside a tensor. A sum is what Dynamo knows how to keep symbolic.
     floats = [torch.zeros((), dtype=torch.float64) + number for number in numbers]
+    if max_scores:
+        out, lse, largest = ATTENTION_WITH_MAX(q, k, v, tensors, text, fixed_scale, ints, floats)
+        return out, lse.float(), largest.float()
     out, lse = ATTENTION(q, k, v, tensors, text, fixed_scale, ints, floats)
     return out, lse.float()
 
 
 @torch._dynamo.disable
-def _plainly(kernel: Any, q: Tensor, k: Tensor, v: Tensor, scale: Any) -> tuple[Tensor, Tensor]:
-    out, aux = kernel(q, k, v, scale=scale, return_lse=True)
-    return out, aux.lse
+def _plainly(kernel: Any, q: Tensor, k: Tensor, v: Tensor, scale: Any, max_scores: bool) -> tuple[Tensor, ...]:
+    out, aux = kernel(q, k, v, scale=scale, return_lse=True, return_max_scores=max_scores)
+    return (out, aux.lse, aux.max_scores) if max_scores else (out, aux.lse)
+
+
+@torch._dynamo.disable(reason="flexc: q_offset and kv_len run outside of compiled regions")
+def call_at(kernel: Any, q: Tensor, k: Tensor, v: Tensor, scale: Any, q_offset: Any, kv_len: Any, max_scores: bool) -> tuple[Tensor, ...]:
+    """out and lse of a kernel at positions: a graph break, or with fullgraph=True Dynamo's error with the reason."""
+    out, aux = kernel(q, k, v, scale=scale, return_lse=True, q_offset=q_offset, kv_len=kv_len, return_max_scores=max_scores)
+    return (out, aux.lse, aux.max_scores) if max_scores else (out, aux.lse)
+
+
+@torch._dynamo.disable(reason="flexc: paged caches, and those of eight bits, are read outside of compiled regions")
+def call_cache(kernel: Any, q: Tensor, k: Any, v: Any, scale: Any, q_offset: Any, kv_len: Any, scales: tuple) -> tuple[Tensor, Tensor]:
+    """out and lse of a kernel on such a cache, likewise."""
+    return kernel._attend_cache(q, k, v, scale, q_offset, kv_len, scales)
+
+
+@torch._dynamo.disable(reason="flexc: varlen_attention runs outside of compiled regions")
+def call_varlen(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, kernel: Any, scale: Any, return_lse: bool) -> Any:
+    """`flexc.varlen_attention`, likewise."""
+    from flexc.inference.varlen import varlen_attention
+
+    return varlen_attention(q, k, v, cu_q, cu_k, kernel, scale=scale, return_lse=return_lse)
 
 
 def _inside(function: Any, which: int) -> Any:
@@ -97,6 +121,13 @@ def arity(function: Any) -> Any:
     return frontend.arity(function) if count is None else count
 
 
+def reads(rule: Any) -> Any:
+    """Which of batch, head, q_idx and kv_idx a mask function reads, for Dynamo alone."""
+    names: Any = None
+    comptime(_name)
+    return ("batch", "head", "q_idx", "kv_idx") if names is None else names
+
+
 # --- what Dynamo calls while it traces -------------------------------------------------------------------------------------------------
 
 
@@ -104,6 +135,14 @@ def _count(context: Any) -> None:
     tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
     found = frontend.arity(_Functions(tx).real(tx.symbolic_locals["function"]))
     tx.symbolic_locals["count"] = ConstantVariable.create(found)
+
+
+def _name(context: Any) -> None:
+    tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    with _disable_current_modes():
+        mask = passes.run(frontend.trace(None, _Functions(tx).real(tx.symbolic_locals["rule"]))[0].graph).mask
+    found = () if mask is None else tuple(sorted(inputs_of(mask)))
+    tx.symbolic_locals["names"] = TupleVariable([ConstantVariable.create(name) for name in found])
 
 
 class _NotCompiled(Exception):
@@ -146,9 +185,10 @@ def _bind_in(tx: Any) -> None:
     _refuse_inputs([(name, frame[name].realize()) for name in "qkv"])
     functions = _Functions(tx)
     score_mod, mask_mod = (functions.real(frame[name]) for name in ("score_mod", "mask_mod"))
-    backend, autotune, precision, deterministic = (functions.real(x) for x in frame["options"].realize().items)
+    names = ("backend", "autotune", "precision", "deterministic", "batch_invariant")
+    options = dict(zip(names, (functions.real(x) for x in frame["options"].realize().items), strict=True))
     with _disable_current_modes():
-        kernel = Kernel(score_mod, mask_mod, backend=backend, autotune=autotune, precision=precision, deterministic=deterministic)
+        kernel = Kernel(score_mod, mask_mod, **options)
         trace, _ = frontend.trace(kernel.score_mod, kernel.mask_mod)
         roots = {"score": frame["score_mod"], "mask": frame["mask_mod"]}
         reader = _Reader(tx, trace, roots)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flexc.ir.graph import Graph, Node, topological
+from torch import Tensor
+
+from flexc.ir.collisions import ARBITRARY, COLUMN, DIAGONAL, HEAD, ROW, UNIFORM, UNIQUE, gradient_terms
+from flexc.ir.dependence import rates
+from flexc.ir.graph import FLOAT32, Graph, Node, inputs_of, topological
+from flexc.ir.ops import has_trait
 from flexc.passes.affine import as_mathematics
-from flexc.passes.dependence import rates
 from flexc.sparsity import BlockMap, Certificate
 from flexc.sparsity.certificate import certify
 
@@ -31,8 +36,10 @@ class Explanation:
         flops_forward, flops_backward: floating-point operations of the matrix products on allowed pairs: 4 and 10 each for D = Dv.
         bytes_forward: q, k, v read and out, lse written once.
         roofline_ms: the least time of the forward pass on this device, None where its peaks are unknown.
-        workspace_bytes: what the backward pass allocates besides the gradients.
+        workspace_bytes: what the backward pass allocates besides the gradients of q, k and v.
         loads: (captured tensor, index, rate) of each read.
+        gradients: (captured tensor, index, how contributions to its gradient meet) of each read that needs one.
+        steps: (expression, the user's line) of what has steps and reads the score: its derivative is 0, at the steps too.
         copied: inputs whose last dimension is not contiguous; each costs one copy.
         backend, reason, plan, blocks: as on the kernel.
         certificate: a comparison of some blocks with the mask, where bounds alone did not decide all that are empty or full; else None.
@@ -48,6 +55,8 @@ class Explanation:
     roofline_ms: float | None
     workspace_bytes: int
     loads: tuple[tuple[str, str, str], ...]
+    gradients: tuple[tuple[str, str, str], ...]
+    steps: tuple[tuple[str, str], ...]
     copied: tuple[str, ...]
     backend: str
     reason: str
@@ -72,6 +81,10 @@ class Explanation:
             lines.append(f"  roofline    {self.roofline_ms:.4f} ms forward on {self.device}")
         for tensor, index, rate in self.loads:
             lines.append(f"  loads       {tensor}[{index}] once for each {rate}")
+        for tensor, index, how in self.gradients:
+            lines.append(f"  gradient    {tensor}[{index}]: {how}")
+        for expression, where in self.steps:
+            lines.append(f"  derivative  0 through `{expression}`{where}")
         for name in self.copied:
             lines.append(f"  copies      {name}: its last dimension is not contiguous")
         lines += [f"  backend     {self.backend}: {self.reason}", "", *(f"  {line}" for line in self.plan.splitlines())]
@@ -87,6 +100,9 @@ def _decided(blocks: BlockMap, certificate: Certificate | None) -> list[str]:
     ways += [f"{proof.evaluated:,} fell back to evaluation of all their pairs"] if proof.evaluated else []
     ways += [f"{proof.undecided:,} left partial, undecided"] if proof.undecided else []
     lines = [f"decided     {', '.join(ways)}"]
+    lines += [f"waited      PyTorch operators found the blocks: {blocks.waited}"] if blocks.waited else []
+    if blocks.overflowed:
+        lines.append(f"overflow    {blocks.overflowed:,} rows of blocks are too ragged for their lists, and are walked from end to end")
     if certificate is None:
         return lines
     if certificate.loose:
@@ -108,9 +124,21 @@ _RATE_WORDS = {
 }
 
 
-def explain(launch: Launch, blocks: BlockMap, scale: float, copied: list[str], name: str) -> Explanation:
-    """The explanation of a launch."""
+_COLLISION_WORDS = {
+    UNIFORM: "one sum, of all pairs",
+    HEAD: "a sum for each head",
+    ROW: "a sum for each query",
+    COLUMN: "a sum for each key",
+    DIAGONAL: "a sum for each difference q_idx - kv_idx, block by block",
+    UNIQUE: "no two pairs of a head meet",
+    ARBITRARY: "an addition for each pair",
+}
+
+
+def explain(launch: Launch, blocks: BlockMap, scale: float, copied: list[str], name: str, tensors: Sequence[Tensor] = ()) -> Explanation:
+    """The explanation of a launch on these captured tensors."""
     artifact, shapes = launch.artifact, launch.shapes
+    sums = artifact.backend.gradient_bytes(artifact.lowered, launch.options.deterministic, [tensor.numel() for tensor in tensors])
     share = blocks.unmasked_share(most_blocks=_MOST_BLOCKS)
     proof = blocks.proof
     # reach_pairs=0: which queries see nothing is a question for `blocks.certify`, and takes longer.
@@ -134,8 +162,10 @@ def explain(launch: Launch, blocks: BlockMap, scale: float, copied: list[str], n
         flops_backward=2 * pairs * (3 * shapes.head_dim + 2 * shapes.head_dim_v),
         bytes_forward=bytes_forward,
         roofline_ms=roofline,
-        workspace_bytes=2 * queries * 4,
+        workspace_bytes=_workspace_bytes(launch) + sum(sums.values()),
         loads=tuple(_loads(artifact.graph)),
+        gradients=tuple(_gradients(artifact.lowered)),
+        steps=tuple(_steps(artifact.graph)),
         copied=tuple(copied),
         backend=artifact.backend.name,
         reason=artifact.reason,
@@ -144,6 +174,13 @@ def explain(launch: Launch, blocks: BlockMap, scale: float, copied: list[str], n
         certificate=certificate,
         device=target.name,
     )
+
+
+def _workspace_bytes(launch: Launch) -> int:
+    """Of the backward pass, without sums for captured tensors."""
+    artifact = launch.artifact
+    backward = artifact.for_backward(launch.shapes, launch.options)
+    return backward.backend.workspace_bytes(backward.plan, launch.shapes)
 
 
 def _mathematics(graph: Graph, scale: float) -> list[str]:
@@ -165,6 +202,29 @@ def _loads(graph: Graph) -> list[tuple[str, str, str]]:
         if node.op == "gather":
             index = ", ".join(_index(a, tensors, scalars) for a in node.args)
             rows.append((tensors[node.attrs[0]], index, _RATE_WORDS[found[node]]))
+    return rows
+
+
+def _steps(graph: Graph) -> list[tuple[str, str]]:
+    if graph.score is None:
+        return []
+    tensors, scalars = [t.name for t in graph.tensors], [s.name for s in graph.scalars]
+    rows = []
+    for node in topological([graph.score]):
+        is_step = has_trait(node, "stepped") or (node.op == "cast" and node.dtype != FLOAT32)
+        if is_step and "score" in inputs_of(node):
+            where = graph.lines.get(node)
+            place = f" at {where.file.rsplit('/', 1)[-1]}:{where.line}" if where is not None else ""
+            rows.append((as_mathematics(node, tensors, scalars), place))
+    return rows
+
+
+def _gradients(graph: Graph) -> list[tuple[str, str, str]]:
+    tensors, scalars = [t.name for t in graph.tensors], [s.name for s in graph.scalars]
+    rows = []
+    for term in gradient_terms(graph):
+        index = ", ".join(_index(a, tensors, scalars) for a in term.gather.args)
+        rows.append((tensors[term.slot], index, _COLLISION_WORDS[term.collisions]))
     return rows
 
 

@@ -1,4 +1,5 @@
-"""A call as two ordinary PyTorch operators, `flexc::attention` and `flexc::attention_backward`, for everything that looks at operators:
+"""A call as two ordinary PyTorch operators, `flexc::attention` (or `flexc::attention_with_max`, which also returns the largest scores) and
+`flexc::attention_backward`, for everything that looks at operators:
 torch.compile, torch.export, make_fx, torch.func, selective checkpointing, profilers.
 
 Eager calls on plain tensors do not come here: `flexc.autograd.Attention` computes the same with less work for the host. `Kernel.__call__`
@@ -27,16 +28,20 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch._library.autograd import Info, make_autograd_impl
 from torch.utils._python_dispatch import _disable_current_modes
 
 from flexc import frontend, settings
 from flexc.autograd import refuse_forward_mode, refuse_second_derivative, run
 from flexc.errors import InputError, InternalError, UnsupportedError
+from flexc.inference.decode import decoding
 from flexc.ir.graph import BOOL, FLOAT32, Graph, inputs_of, loaded_dtype
 from flexc.ir.text import parse_graph
 
 if TYPE_CHECKING:
     from flexc.api import Kernel
+    from flexc.inference.places import Positions
+    from flexc.inference.varlen import Sequences
     from flexc.launch import Launch
 
 Tensor = torch.Tensor
@@ -79,6 +84,8 @@ class Variant:
 
     def numbers(self, ints: Sequence[int], floats: Sequence[Tensor]) -> tuple[tuple[int | float, ...], float | None]:
         """The scalars in the order of the graph, and the scale if it is among them."""
+        if not floats and not self.graph.scalars:
+            return (), None
         whole, real = list(ints), [x.item() for x in floats]
         scalars = tuple(real.pop(0) if s.dtype == FLOAT32 else whole.pop(0) for s in self.graph.scalars)
         for spec, value in zip(self.graph.scalars, scalars):
@@ -111,7 +118,7 @@ def variant_of(kernel: Kernel, trace: frontend.Trace, *, every_gradient: bool = 
         every_gradient: ask for the gradients of all captured tensors of floats: a functorch transform may want them, which `requires_grad`
             does not tell.
     """
-    options = (kernel._backend, kernel._autotune, kernel._precision, kernel._deterministic, kernel.__name__)
+    options = (*(getattr(kernel, f"_{name}") for name in _OPTIONS[:-1]), kernel.__name__)
 
     def make() -> Variant:
         described = _with_every_gradient(trace) if every_gradient else trace
@@ -131,7 +138,7 @@ def variant_from(text: str) -> Variant:
     return _variants.get(text) or _kept(text, lambda: _parsed(text))
 
 
-_OPTIONS = ("backend", "autotune", "precision", "deterministic", "title")
+_OPTIONS = ("backend", "autotune", "precision", "deterministic", "batch_invariant", "title")
 
 
 def _parsed(text: str) -> Variant:
@@ -170,10 +177,14 @@ _INPUTS = "Tensor q, Tensor k, Tensor v"
 _VARIANT = "Tensor[] tensors, str variant, float? scale, SymInt[] ints, Tensor[] floats"
 _LIBRARY.define(f"attention({_INPUTS}, {_VARIANT}) -> (Tensor out, Tensor lse)", tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.define(
+    f"attention_with_max({_INPUTS}, {_VARIANT}) -> (Tensor out, Tensor lse, Tensor max_scores)", tags=(torch.Tag.pt2_compliant_tag,)
+)
+_LIBRARY.define(
     f"attention_backward(Tensor? dout, Tensor? dlse, {_INPUTS}, Tensor out, Tensor lse, {_VARIANT}) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 ATTENTION = torch.ops.flexc.attention.default
+ATTENTION_WITH_MAX = torch.ops.flexc.attention_with_max.default
 ATTENTION_BACKWARD = torch.ops.flexc.attention_backward.default
 
 
@@ -186,24 +197,41 @@ def _launched(
     scale: float | None,
     ints: Sequence[int],
     floats: Sequence[Tensor],
+    *,
+    max_scores: bool = False,
 ) -> tuple[Variant, float | None, Launch, Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
     """What a call needs, as `Kernel.__call__` has it."""
     variant, current = variant_from(text), settings.current()
     scalars, among = variant.numbers(ints, floats)
     scale = among if scale is None else scale
     binding = frontend.Binding(tuple(tensors), scalars)
-    launch, q, k, v, taken = variant.runner._launch(q, k, v, scale, current, (variant.trace, binding))
+    launch, q, k, v, taken = variant.runner._launch(q, k, v, scale, current, (variant.trace, binding), max_scores)
     if current.check:
         variant.runner._check(launch, q, k, taken)
     return variant, scale, launch, q, k, v, taken
 
 
 @torch.library.impl(_LIBRARY, "attention", "CompositeExplicitAutograd")
-def _attention(q: Tensor, k: Tensor, v: Tensor, *captured: Any) -> tuple[Tensor, Tensor]:
+def _attention(q: Tensor, k: Tensor, v: Tensor, *captured: Any) -> tuple[Tensor, ...]:
     variant, _, launch, q, k, v, tensors = _launched(q, k, v, *captured)
+    launch = decoding(launch, q, k, v, tensors)
     for kernel in variant.users:
         kernel._last = (launch, tensors, q.device)
     return run(launch, q, k, v, tensors)
+
+
+@torch.library.impl(_LIBRARY, "attention_with_max", "CompositeExplicitAutograd")
+def _attention_with_max(q: Tensor, k: Tensor, v: Tensor, *captured: Any) -> tuple[Tensor, ...]:
+    variant, _, launch, q, k, v, tensors = _launched(q, k, v, *captured, max_scores=True)
+    for kernel in variant.users:
+        kernel._last = (launch, tensors, q.device)
+    return run(launch, q, k, v, tensors)
+
+
+@torch.library.register_fake("flexc::attention_with_max", lib=_LIBRARY)
+def _attention_with_max_fake(q: Tensor, k: Tensor, v: Tensor, *captured: Any) -> tuple[Tensor, ...]:
+    out, lse = _attention_fake(q, k, v, *captured)
+    return out, lse, torch.empty_like(lse)
 
 
 @torch.library.register_fake("flexc::attention", lib=_LIBRARY)
@@ -266,14 +294,15 @@ def _attention_backward_fake(
 # --- autograd ------------------------------------------------------------------------------------------------------------------------
 
 
-def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     q, k, v, tensors, text, scale, ints, floats = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, *tensors, *floats)
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.save_for_backward(q, k, v, *output[:2], *tensors, *floats)
     ctx.counts, ctx.rest = (len(tensors), len(floats)), (text, scale, ints)
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple:
     (count, float_count), (text, scale, ints) = ctx.counts, ctx.rest
     q, k, v, out, lse, *rest = ctx.saved_tensors
     of_tensors: list[Tensor | None] = [None] * count
@@ -288,7 +317,21 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
     return dq, dk, dv, of_tensors, None, None, None if ints else [], [None] * float_count
 
 
-torch.library.register_autograd("flexc::attention", _differentiate, setup_context=_save, lib=_LIBRARY)
+def _differentiable(operator: Any, kernel: Any) -> Any:
+    """What `torch.library.register_autograd` registers, but where nobody differentiates or watches, the kernel at once: half the way."""
+    recording = make_autograd_impl(operator, Info(_differentiate, _save))
+
+    def attend(keyset: Any, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], *rest: Any) -> Any:
+        is_plain = not is_watched(q, k, v) and all([type(x) in PLAIN for x in tensors])
+        if is_plain and not (torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v, tensors)):
+            return kernel(q, k, v, tensors, *rest)
+        return recording(keyset, q, k, v, tensors, *rest)
+
+    return attend
+
+
+_LIBRARY.impl("attention", _differentiable(ATTENTION, _attention), "Autograd", with_keyset=True)
+_LIBRARY.impl("attention_with_max", _differentiable(ATTENTION_WITH_MAX, _attention_with_max), "Autograd", with_keyset=True)
 torch.library.register_autograd("flexc::attention_backward", refuse_second_derivative, lib=_LIBRARY)
 
 
@@ -300,18 +343,19 @@ class _Transformed(torch.autograd.Function):
     """The operator under transforms of torch.func: (text, scale, ints, number of captured tensors, q, k, v, *tensors, *floats)."""
 
     @staticmethod
-    def forward(text: str, scale: float | None, ints: list[int], count: int, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(text: str, scale: float | None, ints: list[int], count: int, *inputs: Tensor) -> tuple[Tensor, ...]:
         q, k, v, *rest = inputs
         return ATTENTION(q, k, v, rest[:count], text, scale, ints, rest[count:])
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[4:7], *output, *inputs[7:])
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.save_for_backward(*inputs[4:7], *output[:2], *inputs[7:])
         ctx.rest = inputs[:4]
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple:
         slots = variant_from(ctx.rest[0]).gradient_slots
         of_inputs: list[Tensor | None] = [None] * (len(ctx.saved_tensors) - 2)
         if dout is not None or dlse is not None:
@@ -327,6 +371,19 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple:
         return _many(_Transformed.apply, info, in_dims, args)
+
+
+class _TransformedWithMax(_Transformed):
+    """The same with the largest scores."""
+
+    @staticmethod
+    def forward(text: str, scale: float | None, ints: list[int], count: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, *rest = inputs
+        return ATTENTION_WITH_MAX(q, k, v, rest[:count], text, scale, ints, rest[count:])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple:
+        return _many(_TransformedWithMax.apply, info, in_dims, args)
 
 
 class _TransformedBackward(torch.autograd.Function):
@@ -366,7 +423,7 @@ def _many(call: Any, info: Any, in_dims: tuple, args: tuple) -> tuple:
     # No problem knows its batch index: one call with a larger batch.
     together = [_repeated(x, d, info.batch_size).flatten(0, 1) for x, d in zip(args[4:7], in_dims[4:7])]
     results = call(*args[:4], *together, *args[7:])
-    return tuple(x.unflatten(0, (info.batch_size, x.shape[0] // info.batch_size)) for x in results), (0, 0)
+    return tuple(x.unflatten(0, (info.batch_size, x.shape[0] // info.batch_size)) for x in results), (0,) * len(results)
 
 
 def _one_by_one(call: Any, info: Any, in_dims: tuple, args: tuple) -> tuple:
@@ -386,14 +443,19 @@ def _repeated(x: Tensor, dim: int | None, count: int) -> Tensor:
     return x.unsqueeze(0).expand(count, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
-def _vmap_attention(info: Any, in_dims: tuple, *args: Any) -> tuple:
+def _vmap_of(call: Any) -> Any:
     """For the operator itself, as torch.compile meets it below vmap."""
-    q, k, v, tensors, text, scale, ints, floats = args
-    dims = (None, None, None, None, *in_dims[:3], *in_dims[3], *in_dims[7])
-    return _many(_Transformed.forward, info, dims, (text, scale, ints, len(tensors), q, k, v, *tensors, *floats))
+
+    def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple:
+        q, k, v, tensors, text, scale, ints, floats = args
+        dims = (None, None, None, None, *in_dims[:3], *in_dims[3], *in_dims[7])
+        return _many(call, info, dims, (text, scale, ints, len(tensors), q, k, v, *tensors, *floats))
+
+    return vmap
 
 
-torch.library.register_vmap("flexc::attention", _vmap_attention, lib=_LIBRARY)
+torch.library.register_vmap("flexc::attention", _vmap_of(_Transformed.forward), lib=_LIBRARY)
+torch.library.register_vmap("flexc::attention_with_max", _vmap_of(_TransformedWithMax.forward), lib=_LIBRARY)
 
 # --- calls that come here ------------------------------------------------------------------------------------------------------------
 
@@ -424,26 +486,39 @@ def refuse_distributed(tensor: Tensor, name: str) -> None:
         )
 
 
-def call(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
-    """out and lse by the operator, in eager Python."""
+def call(
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    places: Positions | Sequences | None = None,
+    max_scores: bool = False,
+) -> tuple[Tensor, ...]:
+    """out and lse, and largest scores if asked for, by the operator, in eager Python."""
     with _disable_current_modes():  # tracing computes constants, which are nobody's operators
         trace, binding = frontend.trace(kernel.score_mod, kernel.mask_mod)
+    if places is not None:
+        trace, binding = places.placed(trace, binding)
+        k, v = places.without_rest(k, v, may_look=False)
     variant = variant_of(kernel, trace, every_gradient=is_differentiated())
     variant.users.add(kernel)
-    return call_variant(variant, q, k, v, scale, binding)
+    return call_variant(variant, q, k, v, scale, binding, max_scores)
 
 
 def call_variant(
-    variant: Variant, q: Tensor, k: Tensor, v: Tensor, scale: float | None, binding: frontend.Binding
-) -> tuple[Tensor, Tensor]:
-    """out and float32 lse of a variant with these captured values."""
+    variant: Variant, q: Tensor, k: Tensor, v: Tensor, scale: float | None, binding: frontend.Binding, max_scores: bool = False
+) -> tuple[Tensor, ...]:
+    """out and float32 lse (and largest scores) of a variant with these captured values."""
     ints, floats = split_numbers(variant.graph, binding.scalars)
     tensors = binding.tensors
     if torch._C._are_functorch_transforms_active():
-        out, lse = _Transformed.apply(variant.text, scale, ints, len(tensors), q, k, v, *tensors, *floats)
+        transformed = _TransformedWithMax if max_scores else _Transformed
+        out, *rows = transformed.apply(variant.text, scale, ints, len(tensors), q, k, v, *tensors, *floats)
     else:
-        out, lse = ATTENTION(q, k, v, list(tensors), variant.text, scale, ints, floats)
-    return out, lse.float()
+        operator = ATTENTION_WITH_MAX if max_scores else ATTENTION
+        out, *rows = operator(q, k, v, list(tensors), variant.text, scale, ints, floats)
+    return out, *(x.float() for x in rows)
 
 
 def split_numbers(graph: Graph, scalars: Sequence[int | float]) -> tuple[list[int], list[Tensor]]:

@@ -86,6 +86,10 @@ class Artifact:
             from flexc.runtime.triton_binaries import watch
 
             watch(module, BinaryLog(self.title, self.backend.name, self.target.arch, self.because, self.key))
+        if self.backend.name == "cute":
+            from flexc.runtime.cute_compile import watch as watch_cute
+
+            watch_cute(module, BinaryLog(self.title, self.backend.name, self.target.arch, self.because, self.key))
         return module
 
     @cached_property
@@ -295,7 +299,10 @@ def compile_for(
     return _Directed(**{f.name: getattr(artifact, f.name) for f in dataclasses.fields(artifact)}, kernels=_KERNELS[direction])
 
 
-_KERNELS = {"fwd": ("forward_kernel",), "bwd": ("row_sums_kernel", "dq_kernel", "dkv_kernel", "backward_kernel", "convert_kernel")}
+_KERNELS = {
+    "fwd": ("forward_kernel",),
+    "bwd": ("row_sums_kernel", "dq_kernel", "dkv_kernel", "backward_kernel", "convert_kernel", "sum_bins_kernel"),
+}
 
 
 @dataclass(eq=False)

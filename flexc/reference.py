@@ -27,6 +27,8 @@ def reference(
     *,
     scale: float | None = None,
     sink: Tensor | None = None,
+    q_offset: int | Tensor | None = None,
+    kv_len: int | Tensor | None = None,
     one_by_one: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention in float64, differentiable for q, k, v and for captured tensors that require a gradient.
@@ -37,6 +39,8 @@ def reference(
         q, k, v: [B, Hq, Sq, D], [B, Hkv, Skv, D], [B, Hkv, Skv, Dv], any float dtype; Hq is a multiple of Hkv.
         scale: factor of q·k; None for 1 / sqrt(D).
         sink: [Hq], a finite logit for each query head that takes part in the softmax and has no value.
+        q_offset: position of the first query row, a number or an integer tensor [B]: row r is at q_idx = q_offset + r.
+        kv_len: keys that are there, a number or an integer tensor [B]: no row sees the rest, whatever it holds.
         one_by_one: call the functions once for each pair, even where they could be vectorised (about 0.1 ms a pair).
 
     Returns:
@@ -47,7 +51,8 @@ def reference(
         IndexRangeError: the result depends on an element outside a captured tensor.
         TypeError: a score function returned a truth value, a mask function something else, or either more than one number.
     """
-    return _attention(score_mod, mask_mod, q.double(), k.double(), v.double(), scale, torch.float64, one_by_one, sink)
+    q, k, v = q.double(), k.double(), v.double()
+    return _attention(score_mod, mask_mod, q, k, v, scale, torch.float64, one_by_one, sink, q_offset, kv_len)
 
 
 def eager(
@@ -59,6 +64,8 @@ def eager(
     *,
     scale: float | None = None,
     sink: Tensor | None = None,
+    q_offset: int | Tensor | None = None,
+    kv_len: int | Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What eager PyTorch gives in the dtype of the inputs: the yardstick of accuracy, not the truth.
 
@@ -68,7 +75,7 @@ def eager(
     Returns:
         out [B, Hq, Sq, Dv] in the inputs' dtype, lse [B, Hq, Sq] in float32.
     """
-    return _attention(score_mod, mask_mod, q, k, v, scale, torch.float32, False, sink)
+    return _attention(score_mod, mask_mod, q, k, v, scale, torch.float32, False, sink, q_offset, kv_len)
 
 
 def scores(
@@ -83,7 +90,35 @@ def scores(
     """The modified scores of one query position in float64, [B, Hq, Skv]; masked pairs are −inf. Arguments as in `reference`."""
     q, k = q.double(), k.double()
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    return _modified_scores(score_mod, mask_mod, q, k, factor, range(row, row + 1), torch.float64, False)[:, :, 0]
+    offset, length = (torch.full(q.shape[:1], n, device=q.device) for n in (0, k.shape[2]))
+    return _modified_scores(score_mod, mask_mod, q, k, factor, range(row, row + 1), torch.float64, False, offset, length)[:, :, 0]
+
+
+def largest_scores(
+    score_mod: Callable[..., Any] | None,
+    mask_mod: Callable[..., Any] | None,
+    q: Tensor,
+    k: Tensor,
+    *,
+    scale: float | None = None,
+    q_offset: int | Tensor | None = None,
+    kv_len: int | Tensor | None = None,
+) -> Tensor:
+    """The largest modified score of each row in float64, [B, Hq, Sq]; −inf for a row without keys. Arguments as in `reference`."""
+    q, k = q.detach().double(), k.detach().double()
+    factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    offset = torch.as_tensor(0 if q_offset is None else q_offset, device=q.device).expand(q.shape[0])
+    length = torch.as_tensor(k.shape[2] if kv_len is None else kv_len, device=q.device).expand(q.shape[0])
+    found = q.new_full(q.shape[:3], -math.inf)
+    if not k.shape[2]:
+        return found
+    rows_at_once = max(1, _PAIRS_AT_ONCE // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
+    for start in range(0, q.shape[2], rows_at_once):
+        rows = range(start, min(start + rows_at_once, q.shape[2]))
+        with torch.no_grad():
+            modified = _modified_scores(score_mod, mask_mod, q, k, factor, rows, torch.float64, False, offset, length)
+        found[:, :, rows.start : rows.stop] = modified.amax(-1)
+    return found
 
 
 def _attention(
@@ -96,15 +131,22 @@ def _attention(
     wide: torch.dtype,
     one_by_one: bool,
     sink: Tensor | None,
+    q_offset: int | Tensor | None,
+    kv_len: int | Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """`wide` is the dtype of scores, functions and softmax; the products with k and v run in the dtype of the inputs."""
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    offset = torch.as_tensor(0 if q_offset is None else q_offset, device=q.device).expand(q.shape[0])
+    length = torch.as_tensor(k.shape[2] if kv_len is None else kv_len, device=q.device).expand(q.shape[0])
+    if kv_len is not None:
+        is_there = (torch.arange(k.shape[2], device=q.device) < length[:, None])[:, None, :, None]
+        k, v = torch.where(is_there, k, 0.0), torch.where(is_there, v, 0.0)
     values = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
     rows_at_once = max(1, _PAIRS_AT_ONCE // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
     outs, lses = [], []
     for start in range(0, max(1, q.shape[2]), rows_at_once):
         rows = range(start, min(start + rows_at_once, q.shape[2]))
-        modified = _modified_scores(score_mod, mask_mod, q, k, factor, rows, wide, one_by_one)
+        modified = _modified_scores(score_mod, mask_mod, q, k, factor, rows, wide, one_by_one, offset, length)
         if sink is not None:
             # One more key, whose value is 0.
             modified = torch.cat([modified, sink.to(wide)[None, :, None, None].expand(*modified.shape[:3], 1)], -1)
@@ -126,18 +168,21 @@ def _modified_scores(
     rows: range,
     wide: torch.dtype,
     one_by_one: bool,
+    offset: Tensor,
+    length: Tensor,
 ) -> Tensor:
-    """Scores after the functions, −inf where masked."""
+    """Scores after the functions, −inf where masked; `offset` of the query rows and `length` of the keys for each batch entry."""
     keys = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     raw = (q[:, :, rows.start : rows.stop] @ keys.mT).to(wide) * factor
-    if score_mod is None and mask_mod is None:
-        return raw
     batch, head, row, column = torch.meshgrid(*(torch.arange(n, device=q.device) for n in raw.shape), indexing="ij")
-    places = [p.flatten().int() for p in (batch, head, row + rows.start, column)]
-    allowed = torch.ones(raw.numel(), dtype=torch.bool, device=q.device)
+    allowed = (column < length[batch]).flatten()
+    if score_mod is None and mask_mod is None:
+        return raw.masked_fill(~allowed.view(raw.shape), -math.inf)
+    places = [p.flatten().int() for p in (batch, head, row + rows.start + offset[batch], column)]
     if mask_mod is not None:
         with torch.no_grad():
-            allowed = evaluate(mask_mod, places, wide, is_mask=True, one_by_one=one_by_one)
+            seen = [p[allowed] for p in places]  # what is past the length may be past the end of a captured tensor
+            allowed = allowed.masked_scatter(allowed, evaluate(mask_mod, seen, wide, is_mask=True, one_by_one=one_by_one))
     flat = raw.flatten()[allowed]
     if score_mod is not None:
         places = [p[allowed] for p in places]

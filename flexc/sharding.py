@@ -43,17 +43,17 @@ class _Layout:
     sharded: frozenset[str]
 
 
-def call(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
-    """out and lse as DTensors that lie as q does."""
+def call(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, scale: float | None, max_scores: bool = False) -> tuple[Tensor, ...]:
+    """out and lse (and largest scores if asked for) as DTensors that lie as q does."""
     layout = _layout_of(q, k, v)
     trace, binding = frontend.trace(kernel.score_mod, kernel.mask_mod)
     tensors = tuple(_whole(t, spec.name, layout) for t, spec in zip(binding.tensors, trace.graph.tensors, strict=True))
     variant, offsets = _variant(kernel, trace, layout)
     binding = frontend.Binding(tensors, binding.scalars + offsets)
     local = [x.to_local() for x in layout.inputs]
-    out, lse = operators.call_variant(variant, local[0], local[1], local[2], scale, binding)
+    out, *rows = operators.call_variant(variant, local[0], local[1], local[2], scale, binding, max_scores)
     shape = (*q.shape[:3], v.shape[3])
-    return _distributed(out, layout, shape), _distributed(lse, layout, shape[:3])
+    return _distributed(out, layout, shape), *(_distributed(x, layout, shape[:3]) for x in rows)
 
 
 def _variant(kernel: Kernel, trace: frontend.Trace, layout: _Layout) -> tuple[operators.Variant, tuple[int, ...]]:

@@ -3,8 +3,9 @@
     local.warmup([{"heads": 16, "heads_kv": 4, "head_dim": 128, "q_len": 1, "kv_len": 8192}, Spec(target="sm_90a", dtype="float16")])
 
 No tensors are made. Sources go into flexc's disk cache; machine code, which takes the time, is compiled by worker processes side by side
-into Triton's cache. Afterwards a process with the same two folders runs those calls under FLEXC_NO_COMPILE=1. Lengths, batch and heads are
-arguments of a kernel: one spec serves all of them, as long as head dims, dtype and the ratio of heads stay.
+into Triton's cache, or for the cute backend into flexc's. Afterwards a process with the same two folders runs those calls under
+FLEXC_NO_COMPILE=1. Lengths, batch and heads are arguments of a kernel: one spec serves all of them, as long as head dims, dtype and the
+ratio of heads stay.
 """
 
 from __future__ import annotations
@@ -26,14 +27,18 @@ from typing import Any
 
 import torch
 
-from flexc import backends, frontend, pipeline
+from flexc import backends, frontend, pipeline, settings
 from flexc.backends import Options, Shapes
 from flexc.compile_log import BinaryLog, CompileLog, compile_log, refuse_if_forbidden
 from flexc.errors import InputError, ShapeError, ToolchainError
+from flexc.inference.decode import of_decoding
 from flexc.ir.graph import inputs_of
 from flexc.pipeline import Artifact
-from flexc.runtime.triton_ahead import Job, StandIn, compile_ahead, pretend_to_have
+from flexc.runtime.cute_compile import CuteJob
+from flexc.runtime.triton_ahead import Job, KernelsJob, StandIn, compile_ahead, job_of, pretend_to_have
 from flexc.target import Target
+
+AnyJob = Job | KernelsJob | CuteJob
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -101,17 +106,22 @@ def warm_up(
         raise InputError(f"expected processes to be a number from 1, got {processes!r}")
     trace, binding = frontend.trace(score_mod, mask_mod)
     before = len(compile_log())
-    jobs: list[tuple[Artifact, Job]] = []
+    jobs: list[tuple[Artifact, AnyJob]] = []
     here: list[tuple[Artifact, Job, torch.device]] = []
     for spec in [_resolve(number, spec) for number, spec in enumerate(specs_of(specs))]:
-        artifact = _artifact(trace, spec, backend, options, title)
-        if artifact.backend is backends.TRITON and not backends.is_interpreted():
-            job = _job(artifact, spec, binding)
-            jobs += [(artifact, part) for part in _parts(job)]
-            if spec.device is not None:
-                here.append((artifact, job, spec.device))
-        elif spec.device is not None:
-            artifact.module  # noqa: B018  (loads it)
+        first = _artifact(trace, spec, backend, options, title)
+        for artifact, walked in filter(None, ((first, spec.shapes), of_decoding(first, spec.shapes, options))):
+            if artifact.backend.name == "triton" and not backends.is_interpreted():
+                job = _job(artifact, spec, binding, walked)
+                jobs += [(artifact, part) for part in _parts(job)]
+                if spec.device is not None:
+                    here.append((artifact, job, spec.device))
+            elif artifact.backend.name == "cute":
+                jobs += _cute_jobs(artifact, spec, binding, options)
+            elif spec.device is not None:
+                artifact.module  # noqa: B018  (loads it)
+            if spec.target.is_gpu and not backends.is_interpreted() and settings.current().device_maps:
+                jobs += [(artifact, job) for job in _map_jobs(artifact, spec, binding, walked)]
     if jobs:
         _compile_all(jobs, processes or os.cpu_count() or 1)
     for artifact, job, device in here:
@@ -220,7 +230,7 @@ def _dtype(number: int, given: Any, target: Target) -> torch.dtype:
 def _backend_for(spec: _Resolved, name: str) -> tuple[backends.Backend, str]:
     if spec.device is not None:
         return backends.choose(name, spec.device)
-    chosen, reason = backends.choose("cpu" if name == "auto" and not spec.target.is_gpu else name, None)
+    chosen, reason = backends.choose("cpu" if name == "auto" and not spec.target.is_gpu else name, None, spec.target.arch)
     if (chosen is backends.CPU) == spec.target.is_gpu:
         raise InputError(f"the {chosen.name} backend does not compile for {spec.target.arch}")
     return chosen, reason
@@ -229,19 +239,21 @@ def _backend_for(spec: _Resolved, name: str) -> tuple[backends.Backend, str]:
 # --- machine code ---------------------------------------------------------------------------------------------------------------------
 
 
-def _job(artifact: Artifact, spec: _Resolved, binding: frontend.Binding) -> Job:
+def _job(artifact: Artifact, spec: _Resolved, binding: frontend.Binding, walked: Shapes | None = None) -> Job:
+    """The module's kernels; `walked` has the sizes as its block maps see them, where those are not the spec's."""
     shapes = spec.shapes
+    walked = walked or shapes
     mask = artifact.mask_alone.graph.mask
     reads = frozenset() if mask is None else inputs_of(mask)
-    entries = (shapes.batch if "batch" in reads else 1, shapes.heads_q if "head" in reads else 1)
+    entries = (walked.batch if "batch" in reads else 1, walked.heads_q if "head" in reads else 1)
     maps = {}
     for name, (rows, columns) in artifact.map_blocks.items():
-        count = math.ceil(shapes.q_len / rows), math.ceil(shapes.kv_len / columns)
+        count = math.ceil(walked.q_len / rows), math.ceil(walked.kv_len / columns)
         maps[name] = (*entries, *(reversed(count) if name == "dkv" else count))
     return Job(
         path=str(artifact.path),
         capability=spec.target.capability,
-        kernels=tuple(artifact.module.LAUNCH) if spec.backward else ("forward_kernel",),
+        kernels=tuple(name for name in artifact.module.LAUNCH if spec.backward or name in _FORWARD),
         q=(shapes.batch, shapes.heads_q, shapes.q_len, shapes.head_dim),
         k=(shapes.batch, shapes.heads_kv, shapes.kv_len, shapes.head_dim),
         v=(shapes.batch, shapes.heads_kv, shapes.kv_len, shapes.head_dim_v),
@@ -252,15 +264,51 @@ def _job(artifact: Artifact, spec: _Resolved, binding: frontend.Binding) -> Job:
     )
 
 
+def _map_jobs(artifact: Artifact, spec: _Resolved, binding: frontend.Binding, walked: Shapes) -> list[KernelsJob]:
+    """The kernels that find the blocks which the artifact's kernels walk."""
+    from flexc.block_ahead import jobs_of_map
+
+    alone = artifact.mask_alone
+    captured = [binding.tensors[slot] for slot in alone.tensor_slots], [binding.scalars[slot] for slot in alone.scalar_slots]
+    sides: dict[tuple[int, int], set[str]] = {}
+    for name, block in artifact.map_blocks.items():
+        if spec.backward or name == "forward":
+            sides.setdefault(block, set()).add("columns" if name == "dkv" else "rows")
+    lengths = walked.q_len, walked.kv_len
+    jobs = [
+        jobs_of_map(alone.graph, block, walks, lengths, *captured, spec.target.capability, artifact.title) for block, walks in sides.items()
+    ]
+    return [job for some in jobs for job in some]
+
+
+def _cute_jobs(artifact: Artifact, spec: _Resolved, binding: frontend.Binding, options: Options) -> list[tuple[Artifact, AnyJob]]:
+    """The forward kernel, and what runs the backward pass: kernels of this backend's own, or Triton's."""
+    jobs: list[tuple[Artifact, AnyJob]] = [(artifact, _cute_job(artifact))]
+    if not spec.backward:
+        return jobs
+    other = artifact.for_backward(spec.shapes, options)
+    if other.backend.name == "cute":
+        return [*jobs, (other, _cute_job(other))]
+    parts = _parts(_job(other, spec, binding))
+    return [*jobs, *((other, part) for part in parts if part.kernels[0] not in _FORWARD)]
+
+
+def _cute_job(artifact: Artifact) -> CuteJob:
+    return CuteJob(str(artifact.path), tuple(artifact.module.LAUNCHERS))
+
+
+_FORWARD = ("forward_kernel", "schedule_kernel", "split_kernel", "combine_kernel")
+
+
 def _parts(job: Job) -> list[Job]:
     """One for each kernel, longest first as far as that is known."""
-    order = ("dkv_kernel", "dq_kernel", "forward_kernel", "row_sums_kernel")
+    order = ("dkv_kernel", "dq_kernel", "forward_kernel", "split_kernel", "row_sums_kernel", "schedule_kernel", "combine_kernel")
     return [dataclasses.replace(job, kernels=(name,)) for name in sorted(job.kernels, key=order.index)]
 
 
-def _compile_all(jobs: Sequence[tuple[Artifact, Job]], processes: int) -> None:
+def _compile_all(jobs: Sequence[tuple[Artifact, AnyJob]], processes: int) -> None:
     """Hand the jobs to worker processes as they become free, and write what they report into the log."""
-    waiting: queue.SimpleQueue[tuple[Artifact, Job]] = queue.SimpleQueue()
+    waiting: queue.SimpleQueue[tuple[Artifact, AnyJob]] = queue.SimpleQueue()
     for job in jobs:
         waiting.put(job)
     failures: list[Exception] = []
@@ -270,7 +318,7 @@ def _compile_all(jobs: Sequence[tuple[Artifact, Job]], processes: int) -> None:
             with _Worker() as worker:
                 while not failures:
                     artifact, job = waiting.get_nowait()
-                    _log(artifact, worker.compile(artifact, job))
+                    _log(artifact, job, worker.compile(artifact, job))
         except queue.Empty:
             pass
         except Exception as error:
@@ -285,10 +333,14 @@ def _compile_all(jobs: Sequence[tuple[Artifact, Job]], processes: int) -> None:
         raise failures[0]
 
 
-def _log(artifact: Artifact, binaries: list[dict[str, Any]]) -> None:
+def _log(artifact: Artifact, job: AnyJob, binaries: list[dict[str, Any]]) -> None:
     for binary in binaries:
-        log = BinaryLog(artifact.title, artifact.backend.name, artifact.target.arch, "warm-up", artifact.key)
+        log = BinaryLog(artifact.title, _compiler_of(job), artifact.target.arch, "warm-up", artifact.key)
         log.ready(binary["kernel"], binary["compiled"], binary["seconds"])
+
+
+def _compiler_of(job: AnyJob) -> str:
+    return "cute" if isinstance(job, CuteJob) else "triton"  # kernels that find blocks are Triton's for every backend
 
 
 class _Worker:
@@ -311,7 +363,7 @@ class _Worker:
         self._process.wait()
         self._errors.close()
 
-    def compile(self, artifact: Artifact, job: Job) -> list[dict[str, Any]]:
+    def compile(self, artifact: Artifact, job: AnyJob) -> list[dict[str, Any]]:
         """The binaries of a job: name, seconds, and whether they were compiled or found."""
         assert self._process.stdin is not None and self._process.stdout is not None
         what = f"machine code of {', '.join(job.kernels)} of {artifact.title}"
@@ -326,7 +378,7 @@ class _Worker:
             raise ToolchainError(f"the process that compiled {what} ended: {self._errors.read()[-2000:].strip() or 'it said nothing'}")
         reply = json.loads(answer)
         if "error" in reply:
-            refuse_if_forbidden(what, "Triton's cache has no binary", "triton", artifact.target.arch, artifact.key)
+            refuse_if_forbidden(what, "the cache has no binary", _compiler_of(job), artifact.target.arch, artifact.key)
             raise ToolchainError(f"{what} cannot be compiled for {artifact.target.arch}: {reply['error']}")
         return reply["binaries"]
 
@@ -344,21 +396,21 @@ class _Noted(BinaryLog):
 
 def serve() -> None:
     """What a worker process does: jobs in, one JSON a line; what was compiled out."""
-    from pathlib import Path
-
+    from flexc.runtime import cute_compile, triton_binaries
     from flexc.runtime.module import load_module
-    from flexc.runtime.triton_binaries import watch
 
     answers, sys.stdout = sys.stdout, sys.stderr  # Triton may print
     for line in sys.stdin:
-        job = Job.from_json(line)
+        given = json.loads(line)
+        job: AnyJob = CuteJob(given["path"], tuple(given["launchers"])) if "launchers" in given else job_of(line)
         binaries: list[dict[str, Any]] = []
         try:
-            pretend_to_have(job.capability)
-            path = Path(job.path)
-            module = load_module(path.read_text(encoding="utf-8"), path)
-            watch(module, _Noted("", "triton", f"sm_{job.capability}", "warm-up", "", binaries))
-            compile_ahead(module, job)
+            if not isinstance(job, CuteJob):
+                pretend_to_have(job.capability)
+            module = load_module(job.source, job.path)
+            watch = cute_compile.watch if isinstance(job, CuteJob) else triton_binaries.watch
+            watch(module, _Noted("", _compiler_of(job), "the target", "warm-up", "", binaries))
+            job.compile(module)
             reply: dict[str, Any] = {"binaries": binaries}
         except Exception as error:
             reply = {"error": f"{type(error).__name__}: {error}"}

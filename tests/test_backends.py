@@ -3,6 +3,7 @@
 import importlib.util
 
 import pytest
+import torch
 
 from flexc import backends, pipeline
 from flexc.backends import Options, Shapes
@@ -20,8 +21,6 @@ def pair_distance(score, b, h, q, k):
 
 
 def shapes(dtype: str = "bfloat16", head_dim: int = 64) -> Shapes:
-    import torch
-
     return Shapes(
         batch=1, heads_q=2, heads_kv=2, q_len=128, kv_len=128, head_dim=head_dim, head_dim_v=head_dim, dtype=getattr(torch, dtype)
     )
@@ -63,6 +62,14 @@ def test_auto_takes_triton_for_what_cute_refuses_and_says_so(sizes, options, why
     pytest.importorskip("cutlass", reason="needs the package nvidia-cutlass-dsl")
     artifact = compiled(options=options, **sizes)
     assert artifact.backend is backends.TRITON and artifact.reason.startswith("a sm_90a GPU: triton, ") and why in artifact.reason
+
+
+def test_auto_takes_triton_for_values_of_pairs():
+    pytest.importorskip("cutlass", reason="needs the package nvidia-cutlass-dsl")
+    table = torch.zeros(64)
+    relative = pipeline.compile_for(lambda s, b, h, q, k: s + table[(q - k) % 64], causal, shapes=shapes(), target=HOPPER)
+    assert relative.backend is backends.TRITON and "because of captured values that are read for each pair" in relative.reason
+    assert pipeline.compile_for(lambda s, b, h, q, k: s + table[k % 64], causal, shapes=shapes(), target=HOPPER).backend.name == "cute"
 
 
 @pytest.mark.parametrize("package", ["cutlass", "tvm_ffi"])

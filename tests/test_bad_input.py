@@ -15,6 +15,7 @@ import flexc
 from flexc import pipeline
 from flexc.backends import Shapes
 from flexc.errors import FlexcError, InputError, SettingError, ShapeError, ToolchainError, TraceError, UnsupportedError
+from flexc.gradient_sums import refuse_large_sums
 from tests.accuracy import normal, qkv
 
 
@@ -401,13 +402,23 @@ def test_machine_code_of_the_cpu_backend():
             show()
 
 
-def test_deterministic_gradients_that_triton_has_not():
-    w = normal(4, grad=True)
-    plan = functools.partial(
-        pipeline.compile_for, lambda s, b, h, i, j: s * w[h], None, shapes=SHAPES, target=flexc.Target.parse("sm_90"), backend="triton"
+def test_deterministic_sums_that_take_too_much_memory():
+    """A sum for each pair, where the index does not say that no two pairs meet."""
+    size = 4097
+    bias, ids = torch.zeros(size, 1, requires_grad=True).expand(size, size), torch.arange(size)
+    shapes = dataclasses.replace(SHAPES, q_len=size, kv_len=size)
+    options = dataclasses.replace(pipeline.Options(), deterministic=True)
+    compile_for = functools.partial(
+        pipeline.compile_for, shapes=shapes, target=flexc.Target.parse("sm_90"), backend="triton", options=options
     )
-    with pytest.raises(UnsupportedError, match='deterministic=True .* on the triton backend: .*Use backend="cpu", or detach'):
-        plan(options=dataclasses.replace(pipeline.Options(), deterministic=True))
+    mixed = compile_for(lambda s, b, h, i, j: s + bias[ids[i], j], None)
+    tensors = [bias if t.name == "bias" else ids for t in mixed.graph.tensors]
+    with pytest.raises(
+        UnsupportedError, match="deterministic=True on the triton backend: expected at most 4 GiB for the sums of the gradient"
+    ):
+        refuse_large_sums(mixed, tensors)
+    refuse_large_sums(mixed, [t[:4096, :4096] if t is bias else t for t in tensors])
+    refuse_large_sums(compile_for(lambda s, b, h, i, j: s + bias[i, j], None), [bias])
 
 
 # --- looking inside too early ----------------------------------------------------------------------------------------------------------

@@ -1,11 +1,16 @@
 """`kernel.explain`: its figures against counts by hand, and what it says of loads, copies and the backend."""
 
 import math
+import re
 
 import pytest
 import torch
 
 import flexc
+from flexc.backends import Options, Shapes
+from flexc.explain import explain
+from flexc.launch import Launch
+from flexc.pipeline import compile_for
 from tests.accuracy import normal, qkv
 
 
@@ -188,3 +193,38 @@ def test_a_share_that_takes_long_to_count_is_an_estimate_and_says_so():
     few = flexc.attention(None, window).explain(*(x[:, :, :4096] for x in (q, k, v)))
     assert not few.is_estimated and "about" not in str(few)
     assert few.unmasked_share == sum(min(i + 1, 200) for i in range(4096)) / 4096**2
+
+
+def test_gradients_and_the_memory_that_they_take():
+    """float32 sums; deterministic ones are 32 integers of 64 bits for each element, but for what is only stored."""
+    slopes, relative = normal(4, grad=True), normal(513, grad=True)
+    pairs = normal(4, 256, 256, grad=True, dtype=torch.bfloat16)
+
+    def learned(score, batch, head, q_idx, kv_idx):
+        return score * slopes[head] + relative[q_idx - kv_idx + 256] + pairs[head, q_idx, kv_idx]
+
+    shapes = Shapes(1, 4, 4, 256, 256, 64, 64, torch.float16)
+    for deterministic, of_sum in ((False, 4), (True, 256)):
+        options = Options(deterministic=deterministic)
+        artifact = compile_for(learned, None, shapes=shapes, target=flexc.Target.parse("sm_90a"), backend="triton", options=options)
+        launch = Launch(artifact, shapes, 0.125, (), options, "learned")
+        tensors = [{"slopes": slopes, "relative": relative, "pairs": pairs}[t.name] for t in artifact.graph.tensors]
+        found = explain(launch, flexc.block_map(causal, 256, 256), 0.125, [], "learned", tensors)
+        assert found.workspace_bytes == 2 * 4 * 256 * 4 + of_sum * (4 + 513) + 4 * pairs.numel()
+        assert {tensor: how for tensor, _, how in found.gradients} == {
+            "slopes": "a sum for each head",
+            "relative": "a sum for each difference q_idx - kv_idx, block by block",
+            "pairs": "no two pairs of a head meet",
+        }
+        assert re.search(r"^  gradient    slopes\[head\]: a sum for each head$", str(found), re.MULTILINE)
+
+
+def test_steps_of_the_score_have_derivative_0():
+    def stepped(score, batch, head, q_idx, kv_idx):
+        return torch.where(score > 0, torch.floor(score * 4) + score, score * (q_idx > 3))
+
+    q, k, v = qkv(q_len=16)
+    found = flexc.attention(stepped).explain(q, k, v)
+    assert {expression for expression, _ in found.steps} == {"score > 0.0", "floor(4.0*score)"}
+    assert re.search(r"^  derivative  0 through `floor\(4.0\*score\)` at test_explain\.py:\d+$", str(found), re.MULTILINE)
+    assert not flexc.attention(lambda s, b, h, i, j: s - (i - j) // 2).explain(q, k, v).steps

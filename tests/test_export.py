@@ -253,11 +253,13 @@ def test_folder_that_is_not_there_is_refused(tmp_path):
         kernel.export(tmp_path / "none" / "one.py")
 
 
-def test_backend_whose_launcher_is_part_of_flexc_is_refused():
-    artifact = SimpleNamespace(backend=SimpleNamespace(name="cute"))
-    assert "cute" not in [b.name for b in (backends.CPU, backends.TRITON)]
-    with pytest.raises(UnsupportedError, match="export of a kernel of the cute backend"):
-        exported(artifact, "0")
+def test_what_has_no_single_kernel_is_refused():
+    with pytest.raises(UnsupportedError, match="export of a decoding step, which is two kernels"):
+        exported(SimpleNamespace(backend=backends.DECODE), "0")
+    kernel = case("plain", "cpu")
+    kernel(*inputs(), return_max_scores=True)
+    with pytest.raises(UnsupportedError, match="export of a kernel that returns the largest scores: .*or give a spec"):
+        exported(kernel.artifact, "0")
 
 
 def test_failed_write_leaves_no_file(tmp_path, monkeypatch):

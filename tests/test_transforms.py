@@ -231,6 +231,8 @@ def test_distributed_inputs(mesh):
         found, other = kernel(*spread(mesh, placement, q, k, v), return_lse=True)
         assert isinstance(found, DTensor) and found.placements == other.lse.placements == (placement,)
         assert found.full_tensor().equal(out) and other.lse.full_tensor().equal(aux.lse)
+        _, largest = kernel(*spread(mesh, placement, q, k, v), return_max_scores=True)
+        assert largest.max_scores.full_tensor().equal(kernel(q, k, v, return_max_scores=True)[1].max_scores)
     assert kernel.backend == "cpu"
     assert kernel(*spread(mesh, Shard(1), q, k, v), scale=-0.5).full_tensor().equal(kernel(q, k, v, scale=-0.5))
 

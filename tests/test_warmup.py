@@ -14,7 +14,7 @@ import torch
 import flexc
 from flexc import pipeline, warmup
 from flexc.compile_log import compile_log
-from flexc.errors import InputError, ShapeError, ToolchainError
+from flexc.errors import InputError, NoCompileError, ShapeError, ToolchainError
 from flexc.runtime.triton_ahead import Job, StandIn
 from tests.accuracy import qkv
 
@@ -117,8 +117,10 @@ def test_machine_code_for_a_target_that_is_not_here_is_in_the_cache(folders, mon
     spec = {"target": "sm_90", "heads": 4, "head_dim": 16, "q_len": 128, "dtype": "float16"}
     log = kernel.warmup(spec, processes=2)
     names = sorted(e.variant.split(": ")[1] for e in log.of("binary"))
-    assert names == ["dkv_kernel", "dq_kernel", "forward_kernel", "row_sums_kernel", "row_sums_kernel"]
-    assert not any(e.loaded for e in log) and {e.target for e in log} == {"sm_90a"}
+    maps = [name for name in names if name in ("rows_kernel", "columns_kernel", "order_kernel")]
+    assert [n for n in names if n not in maps] == ["dkv_kernel", "dq_kernel", "forward_kernel", "row_sums_kernel", "row_sums_kernel"]
+    assert set(maps) == {"rows_kernel", "columns_kernel", "order_kernel"}
+    assert not any(e.loaded for e in log) and {e.target for e in log.of("binary")} == {"sm_90a"}
     (found,) = binaries(folders, "forward_kernel")
     assert found["target"] == {"backend": "cuda", "arch": 90, "warp_size": 32}
     assert found["num_warps"] == kernel_launch(log[0].key)["forward_kernel"][0]
@@ -127,6 +129,24 @@ def test_machine_code_for_a_target_that_is_not_here_is_in_the_cache(folders, mon
     (folders / "flexc").rename(folders / "moved")
     monkeypatch.setenv("FLEXC_CACHE_DIR", str(folders / "moved"))
     assert all(e.loaded for e in kernel.warmup(spec, processes=1))
+
+
+def test_kernels_of_block_maps_are_compiled_for_what_a_call_gives_them(folders):
+    """Types of the mask's tensors and numbers; long rows decide squares of blocks first; a table of facts for what is read at q and k."""
+    ids, width = torch.arange(2**17), 7.5
+    kernel = flexc.attention(None, lambda b, h, i, j: (ids[i] == ids[j]) & (i - j < width), backend="triton")
+    kernel.warmup({"target": "sm_90", "head_dim": 16, "q_len": 2**17, "dtype": "float16", "backward": False})
+    width = 8.5
+    log = kernel.warmup({"target": "sm_90", "head_dim": 16, "q_len": 2**17, "dtype": "float16", "backward": False})
+    assert {e.variant.split(": ")[1] for e in log.of("binary")} == {
+        "forward_kernel",
+        "rows_kernel",
+        "cells_kernel",
+        "levels_kernel",
+        "order_kernel",
+    }
+    (constants,) = {tuple(found["num_warps"] for found in binaries(folders, "levels_kernel"))}
+    assert constants == (32,) and len(binaries(folders, "rows_kernel")) == 2
 
 
 def kernel_launch(key):
@@ -151,6 +171,21 @@ def test_worker_that_dies_is_named(folders, monkeypatch):
     monkeypatch.setattr(warmup.sys, "executable", "/bin/false")
     with pytest.raises(ToolchainError, match="the process that compiled machine code of forward_kernel of plain attention ended: it said"):
         flexc.attention(None, None, backend="triton").warmup({"target": "sm_80", "head_dim": 16, "backward": False})
+
+
+@pytest.mark.slow
+def test_cute_kernels_are_compiled_ahead_and_a_second_process_compiles_nothing(folders, monkeypatch):
+    pytest.importorskip("cutlass")
+    pytest.importorskip("tvm_ffi")
+    spec = {"heads": 2, "head_dim": 64, "target": "sm_90a", "dtype": "bfloat16", "backward": False}
+    kernel = flexc.attention(None, flexc.masks.causal, backend="cute")
+    log = kernel.warmup(spec)
+    binaries = [entry for entry in log.of("binary") if entry.backend == "cute"]
+    assert len(binaries) == 1 and "forward_kernel" in binaries[0].variant and not binaries[0].loaded
+    monkeypatch.setenv("FLEXC_NO_COMPILE", "1")
+    assert all(entry.loaded for entry in kernel.warmup(spec))
+    with pytest.raises(NoCompileError, match="would have to be compiled for sm_90a by the cute backend"):
+        flexc.attention(None, lambda b, h, i, j: i - j < 7, backend="cute").warmup(spec)
 
 
 def test_job_survives_json():
@@ -234,3 +269,14 @@ def test_backend_that_does_not_compile_for_the_target():
 def test_processes_that_are_no_number(processes):
     with pytest.raises(InputError, match="expected processes to be a number from 1, got"):
         flexc.attention(None, window).warmup({}, processes=processes)
+
+
+def test_a_decoding_step_is_compiled_as_well(folders):
+    """Without a gradient it runs kernels of its own, in a range of keys or on a block map."""
+    spec = {"heads": 4, "heads_kv": 2, "q_len": 1, "kv_len": 512, "head_dim": 32, "target": "sm_90a", "backward": False}
+    flexc.attention(alibi, window, backend="triton").warmup(spec)
+    assert {name: len(binaries(folders, name)) for name in ("forward_kernel", "schedule_kernel", "split_kernel", "combine_kernel")} == {
+        "forward_kernel": 1, "schedule_kernel": 1, "split_kernel": 1, "combine_kernel": 1,
+    }  # fmt: skip
+    flexc.attention(mask_mod=lambda b, h, i, j: (i >= j) | (j < 4), backend="triton").warmup(spec)
+    assert len(binaries(folders, "split_kernel")) == 2

@@ -25,11 +25,11 @@ def captured(graph: Graph, name: str) -> str:
     return f"u{number}_{name}"
 
 
-def rate_levels(graph: Graph) -> dict[Node, str]:
-    """The level of every node; "diagonal" nodes are elements here."""
+def rate_levels(graph: Graph, is_flat: bool = False) -> dict[Node, str]:
+    """The level of every node; "diagonal" nodes are elements here. Flat: q_idx and kv_idx are vectors of pairs, both at the level `row`."""
     levels: dict[Node, str] = {}
     for node in graph.nodes():
-        levels[node] = level_of(node, levels)
+        levels[node] = ROW if is_flat and node.op == "input" and node.attrs[0] == "kv_idx" else level_of(node, levels)
     return levels
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from flexc.algebra import plain_function
 from flexc.api import Kernel
@@ -30,7 +31,7 @@ class AuxRequest(NamedTuple):
 
     Attributes:
         lse: the natural logarithm of the sum of exponentials of each row's scores.
-        max_scores: the largest score of each row. No backend returns it.
+        max_scores: the largest score of each row, after score_mod.
     """
 
     lse: bool = False
@@ -42,7 +43,7 @@ class AuxOutput(NamedTuple):
 
     Attributes:
         lse: float32 [B, Hq, Sq], differentiable; -inf for a row without keys.
-        max_scores: None.
+        max_scores: float32 [B, Hq, Sq], without a gradient; -inf for a row without keys.
     """
 
     lse: Tensor | None = None
@@ -81,7 +82,7 @@ def flex_attention(
     Raises:
         ShapeError, InputError and their kinds in `flexc.compat.errors`: sizes, dtypes, devices or options do not fit.
         TraceError: a function cannot be compiled.
-        UnsupportedError: inputs that are not of 4 dimensions, nested tensors, max_scores, more than a backend can do.
+        UnsupportedError: inputs that are not of 4 dimensions, nested tensors, more than a backend can do.
     """
     _refuse_inputs(query, key, value, enable_gqa)
     q_shape, kv_shape = query.shape, key.shape
@@ -91,32 +92,31 @@ def flex_attention(
     if return_aux is not None and return_lse:
         raise ArgumentError("return_lse and return_aux are both given: expected return_aux=AuxRequest(lse=True) alone")
     options = backend_and_precision(kernel_options, query.device.type == "cpu")
-    wants_lse = return_lse
-    if return_aux is not None:
-        wants_lse = return_aux.lse
-        if return_aux.max_scores:
-            raise UnsupportedError("return_aux with max_scores: the kernels of no backend return the largest scores; expected lse alone")
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = _autocast(query, key, value)
     if key.dtype != query.dtype or value.dtype != query.dtype:
         key, value = _widened(key, query.dtype), _widened(value, query.dtype)
-    kernel: Any = _kernel(score_mod, mask, options)
-    if not wants_lse:
-        out = kernel(query, key, value, scale=scale)
-        return out if return_aux is None else (out, AuxOutput())
-    out, aux = kernel(query, key, value, scale=scale, return_lse=True)
-    return (out, aux.lse) if return_aux is None else (out, AuxOutput(lse=aux.lse))
+    kernel: Any = kernel_for(score_mod, mask, options)
+    if return_aux is None:
+        if not return_lse:
+            return kernel(query, key, value, scale=scale)
+        out, aux = kernel(query, key, value, scale=scale, return_lse=True)
+        return out, aux.lse
+    out, aux = kernel(query, key, value, scale=scale, return_lse=True, return_max_scores=bool(return_aux.max_scores))
+    return out, AuxOutput(aux.lse if return_aux.lse else None, aux.max_scores)
 
 
 # --- kernels ------------------------------------------------------------------------------------------------------------------------
 
 
-def _kernel(score_mod: Function | None, mask: Function | None, options: tuple[str, str]) -> Kernel:
-    """A kernel of these functions.
+def kernel_for(score_mod: Function | None, mask: Function | None, options: tuple[str, str] = ("auto", "fast")) -> Kernel:
+    """A kernel of these functions, with (backend, precision).
 
     What kernels of functions with equal code share is kept, but none of the functions: closures made anew at each call find it again, and
     the tensors that they captured can go.
     """
+    if is_dynamo_compiling():  # what is kept here would be a guard, and every call would change it
+        return Kernel(score_mod, mask, backend=options[0], precision=options[1])
     score_mod = None if score_mod is None else plain_function(score_mod)
     mask = None if mask is None else plain_function(mask)
     score_key, mask_key = _code(score_mod), _code(mask)

@@ -8,6 +8,7 @@ import warnings
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from flexc import frontend
 from flexc.block_maps import block_map
@@ -411,7 +412,8 @@ def create_block_mask(
     if compute_dq_write_order:
         warnings.warn("flexc needs no compute_dq_write_order: dq_write_order stays None", UserWarning, stacklevel=2)
     sizes = [_size(name, value) for name, value in (("B", B), ("H", H), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN))]
-    frontend.trace(None, mask_mod)  # what cannot be compiled is said here, not at the first call of attention
+    if not is_dynamo_compiling():
+        frontend.trace(None, mask_mod)  # what cannot be compiled is said here, not at the first call of attention
     sides, where = _sides(BLOCK_SIZE), default_device(device)
     return BlockMask._of_rule(mask_mod, (sizes[0], sizes[1]), (sizes[2], sizes[3]), sides, where, separate_full_blocks)
 

@@ -74,8 +74,11 @@ def refuse_half(name: str, given: Tensor | None, other_name: str, other: Tensor 
         raise CallableError(f"{name} and {other_name} belong together: expected both or neither, got only {only}")
 
 
-def dense(num_blocks: Tensor, indices: Tensor, columns: int | None = None) -> Tensor:
+def dense(num_blocks: Tensor, indices: Tensor, columns: int | None = None, *, check: bool = True) -> Tensor:
     """Which blocks are listed: bool [..., rows, columns]; as many columns as the lists are wide where none are named.
+
+    Args:
+        check: refuse a listed block that does not exist, for which the lists are looked at; else it counts as not listed.
 
     Raises:
         IndexRangeError: a listed block that does not exist.
@@ -83,10 +86,10 @@ def dense(num_blocks: Tensor, indices: Tensor, columns: int | None = None) -> Te
     columns = indices.shape[-1] if columns is None else columns
     counts = torch.arange(indices.shape[-1], device=indices.device) < num_blocks.unsqueeze(-1)
     outside = counts & ((indices < 0) | (indices >= columns))
-    if bool(outside.any()):
+    if check and bool(outside.any()):
         raise IndexRangeError(f"a block list names block {int(indices[outside][0])}: expected 0 to {columns - 1}")
     listed = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.bool, device=indices.device)
-    return listed.scatter_(-1, torch.where(counts, indices, columns).long(), True)[..., :columns]
+    return listed.scatter_(-1, torch.where(counts & ~outside, indices, columns).long(), True)[..., :columns]
 
 
 def ordered(listed: Tensor) -> Pair:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from flexc import frontend
 from flexc.algebra import plain_function
@@ -111,6 +112,10 @@ def arity_of(function: Any) -> int:
     Raises:
         CallableError: anything else.
     """
+    if is_dynamo_compiling():
+        from flexc import dynamo
+
+        return dynamo.arity(function)
     try:
         count = frontend.arity(function)
     except (TraceError, InputError) as error:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flexc import frontend, passes
@@ -71,7 +72,7 @@ def rule_of(block_mask: Any, q_shape: torch.Size, kv_shape: torch.Size, device: 
             raise ShapeError(f"block_mask was created for {name} {made_for}, got {got} in query: expected 1 or {got}")
     if device != lists_device:
         raise UsageError(f"expected query and block_mask on one device, got {device} and {lists_device}: block_mask.to({str(device)!r})")
-    rule = _rule(block_mask, batch, heads)
+    rule = _compiled_rule(block_mask, batch, heads) if is_dynamo_compiling() else _rule(block_mask, batch, heads)
     for is_one, name, letter, got in ((rule.one_batch, "batch", "B", q_shape[0]), (rule.one_head, "head", "H", q_shape[1])):
         if is_one and got > 1:
             raise ShapeError(
@@ -101,6 +102,31 @@ def _rule(block_mask: Any, batch: int, heads: int) -> _Rule:
         else:
             _kept_for_torchs[block_mask] = found
     return found
+
+
+def _compiled_rule(block_mask: Any, batch: int, heads: int) -> _Rule:
+    """The same inside torch.compile, where nothing can be kept or looked at: tables are part of the graph, and follow the lists."""
+    function = as_ours(block_mask.mask_mod)
+    rule = None if function is noop_mask else function
+    if isinstance(block_mask, BlockMask) and block_mask._follows_rule:
+        return _Rule((), (), rule)
+    (q_side, kv_side), (_, kv_len) = block_mask.BLOCK_SIZE, block_mask.seq_lengths
+    columns = max(block_mask.kv_indices.shape[-1], -(-kv_len // kv_side))
+    shape = (batch, heads, block_mask.kv_indices.shape[-2], columns)
+    partial = dense(block_mask.kv_num_blocks, block_mask.kv_indices, columns, check=False).reshape(shape)
+    full = block_mask.full_kv_num_blocks
+    full = None if full is None else dense(full, block_mask.full_kv_indices, columns, check=False).reshape(shape)
+    by_batch, by_head = batch > 1, heads > 1
+    reads = () if rule is None else dynamo_reads(rule)
+    pattern = _pattern(partial, full, rule, by_batch, by_head, q_side, kv_side)
+    return _Rule((), (), pattern, not by_batch and "batch" in reads, not by_head and "head" in reads)
+
+
+def dynamo_reads(rule: Any) -> Any:
+    """Which of batch, head, q_idx and kv_idx a function reads that Dynamo knows."""
+    from flexc import dynamo
+
+    return dynamo.reads(rule)
 
 
 def _version(tensor: Tensor | None) -> Any:

@@ -8,7 +8,7 @@ import types
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,8 +32,7 @@ _MOST_TRACES = 64  # of one pair of functions
 _MOST_FUNCTIONS = 1024
 
 
-@dataclass(frozen=True)
-class Binding:
+class Binding(NamedTuple):
     """The captured values of one call: tensors in the order of `graph.tensors`, numbers in that of `graph.scalars`."""
 
     tensors: tuple[torch.Tensor, ...] = ()
@@ -94,7 +93,7 @@ class Trace:
     def bind(self, score_mod: Function | None, mask_mod: Function | None) -> Binding | None:
         """The captured values of these functions, read without tracing; None if the graph does not hold for them."""
         values = self._read(score_mod, mask_mod)
-        return None if values is None else Binding(*values)
+        return None if values is None else Binding._make(values)
 
 
 _traces: OrderedDict[tuple, list[Trace]] = OrderedDict()

@@ -148,6 +148,25 @@ def test_returns():
     assert torch.equal(compat.flex_attention(q, k, v, return_aux=TORCH.AuxRequest(lse=True))[1].lse, aux.lse)
 
 
+def test_max_scores_are_those_of_torchs_mathematics():
+    """PyTorch gives them on GPUs only, by a kernel; its mathematics for them runs everywhere."""
+    from torch._higher_order_ops.flex_attention import math_attention
+
+    q, k, v = qkv(2, 4, 2, 20, dim=8, dtype=torch.float64)
+    score_mod = lambda s, b, h, i, j: s * (h + 1) - 0.1 * (i - j)
+    mask_mod = lambda b, h, i, j: (i >= j) & (i > 3)
+    block_mask = TORCH.create_block_mask(mask_mod, None, None, 20, 20, device="cpu", BLOCK_SIZE=(16, 16))
+    torchs = math_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), score_mod, block_mask.as_tuple(), 0.25, {})[
+        2
+    ] * math.log(2)
+    for request in (compat.AuxRequest(max_scores=True), compat.AuxRequest(True, True), TORCH.AuxRequest(max_scores=True)):
+        _, aux = compat.flex_attention(q, k, v, score_mod, block_mask, 0.25, enable_gqa=True, return_aux=request)
+        assert aux.max_scores.dtype == torch.float32 and not aux.max_scores.requires_grad
+        assert (aux.lse is None) is not request.lse
+        assert bool((aux.max_scores[:, :, :4] == -math.inf).all())
+        torch.testing.assert_close(aux.max_scores.double(), torchs, atol=1e-6, rtol=1e-6)
+
+
 def test_one_key_value_batch_for_all_queries():
     q, k, v = qkv(3, 2, 2, 20, dim=8)
     k, v = k[:1], v[:1]
@@ -369,8 +388,6 @@ def test_misfits_raise_what_torch_raises():
     raises_as_torch(ValueError, "multiple of those of key and value, got 4 and 3", q, k[:, :3], v[:, :3], enable_gqa=True)
     raises_as_torch(ValueError, "batch size 2, key 1: expected as many, or one and a block_mask", q, k[:1], v[:1])
     raises_as_torch(ValueError, "return_lse and return_aux", q, k, v, return_lse=True, return_aux=compat.AuxRequest(lse=True))
-    max_scores = compat.AuxRequest(max_scores=True)
-    raises_as_torch(NotImplementedError, "max_scores: the kernels of no backend", q, k, v, return_aux=max_scores)
 
 
 def test_nested_tensors_raise_what_torch_raises():

@@ -19,7 +19,7 @@ from tests.accuracy import normal, qkv
 
 @dataclass
 class Problem:
-    """One call: the functions, the inputs, and the tensors besides q, k, v whose gradients count."""
+    """One call: the functions, the inputs, the tensors besides q, k, v whose gradients count, and where the rows are."""
 
     score_mod: Callable[..., Any] | None
     mask_mod: Callable[..., Any] | None
@@ -28,6 +28,7 @@ class Problem:
     v: torch.Tensor
     captured: dict[str, torch.Tensor] = field(default_factory=dict)
     scale: float | None = None
+    positions: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -422,6 +423,38 @@ def _(m):
     return Problem(lambda s, b, h, i, j: s + bias[b][h][i][j], None, *m.qkv(heads=2, kv_heads=1, q_len=17, kv_len=21), {"bias": bias})
 
 
+@case("bias of each pair, in documents of each batch element, learnable", every_dtype=True)
+def _(m):
+    """Some blocks count for one batch element and not for the other, and both add to the same elements."""
+    n = m.length
+    bias, ids = m.table(4, n, n), torch.stack([torch.arange(n) * 3 // n, torch.arange(n) * 2 // n]).to(m.device)
+    return Problem(lambda s, b, h, i, j: s + bias[h, i, j], lambda b, h, i, j: ids[b, i] == ids[b, j], *m.qkv(), {"bias": bias})
+
+
+@case("bias of each pair and its mirror image, learnable")
+def _(m):
+    bias = m.table(m.length, m.length)
+    return Problem(lambda s, b, h, i, j: s + bias[i, j] + bias[j, i] * 0.5 + bias[0, j], causal, *m.qkv(), {"bias": bias})
+
+
+@case("bias of each pair in half precision, learnable")
+def _(m):
+    bias = m.table(2, 4, m.length, m.length, dtype=torch.float16)
+    return Problem(lambda s, b, h, i, j: s + bias[b, h, i, j], causal, *m.qkv(), {"bias": bias})
+
+
+@case("bias of each pair of permuted queries, learnable")
+def _(m):
+    bias, order = m.table(m.length, m.length), torch.arange(m.length, device=m.device).flip(0)
+    return Problem(lambda s, b, h, i, j: s + bias[order[i], j], causal, *m.qkv(), {"bias": bias})
+
+
+@case("factor of each distance modulo a period, learnable")
+def _(m):
+    factor = m.table(4, 7)
+    return Problem(lambda s, b, h, i, j: s * factor[h, (j - i) % 7], causal, *m.qkv(q_len=m.tokens(40)), {"factor": factor})
+
+
 @case("bias of each pair that repeats", every_dtype=False)
 def _(m):
     bias = m.table(4, 16, 16)
@@ -751,6 +784,105 @@ def _(m):
 @case("scores that fall along the row")
 def _(m):
     return Problem(lambda s, b, h, i, j: s - 2 * j, None, *m.qkv())
+
+
+# --- positions and decoding: what runs without a gradient splits the keys where queries are few -------------------------------------------
+
+
+def with_garbage(x: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """[B, H, S, D] with NaN past the length of each batch entry, as a cache has it that was never written."""
+    x = x.clone()
+    for entry, length in zip(x, lengths):
+        entry[:, length:] = math.nan
+    return x
+
+
+@case("queries from the middle on: q_offset", every_dtype=True)
+def _(m):
+    return Problem(lambda s, b, h, i, j: s - 0.05 * (i - j), causal, *m.qkv(q_len=20, kv_len=70), positions={"q_offset": 45})
+
+
+@case("each batch entry at its own position, with its own keys", every_dtype=True)
+def _(m):
+    lengths = [m.tokens(60), m.tokens(20)]
+    bias = m.table(4, 2 * m.tokens(75))
+    q, k, v = m.qkv(q_len=13, kv_len=m.tokens(75))
+    positions = {"q_offset": torch.tensor(lengths, device=m.device) - 13, "kv_len": torch.tensor(lengths, device=m.device)}
+    k, v = with_garbage(k, lengths), with_garbage(v, lengths)
+    return Problem(lambda s, b, h, i, j: s + bias[h, i - j + 70], causal, q, k, v, {"bias": bias}, positions=positions)
+
+
+@case("a batch entry without keys: kv_len 0")
+def _(m):
+    q, k, v = m.qkv(q_len=9)
+    lengths = torch.tensor([0, m.length - 2], dtype=torch.int32, device=m.device)
+    return Problem(None, None, q, k, v, positions={"kv_len": lengths})
+
+
+@case("one query for a long cache", every_dtype=True)
+def _(m):
+    return Problem(None, None, *m.qkv(heads=6, q_len=1, kv_len=m.tokens(300)))
+
+
+@case("decoding in a window with slopes, every entry at its own position", every_dtype=True)
+def _(m):
+    lengths, slopes = [m.tokens(300), m.tokens(110)], m.table(6)
+    q, k, v = m.qkv(heads=6, q_len=1, kv_len=m.tokens(330), dim=40, v_dim=24)
+    positions = {"q_offset": torch.tensor(lengths, device=m.device) - 1, "kv_len": torch.tensor(lengths, device=m.device)}
+    k, v = with_garbage(k, lengths), with_garbage(v, lengths)
+    width = m.tokens(90)
+    return Problem(
+        lambda s, b, h, i, j: s - slopes[h] * (i - j),
+        lambda b, h, i, j: (i >= j) & (i - j < width),
+        q, k, v, {"slopes": slopes}, positions=positions,
+    )  # fmt: skip
+
+
+@case("windows of the heads of one group differ")
+def _(m):
+    widths = m.ints(8, below=m.tokens(300))
+    q, k, v = m.qkv(heads=8, kv_heads=1, q_len=3, kv_len=m.tokens(290))
+    return Problem(None, lambda b, h, i, j: (i >= j) & (i - j < widths[h]), q, k, v, positions={"q_offset": k.shape[2] - 3})
+
+
+@case("verifying a tree of drafts against a long cache")
+def _(m):
+    cached, parent = m.tokens(270), [-1, 0, 0, 1, 1, 2, 3, 6]
+    sees = torch.eye(8, dtype=torch.bool)
+    for node, above in enumerate(parent):
+        if above >= 0:
+            sees[node] |= sees[above]
+    sees = sees.to(m.device)
+
+    def tree(b, h, i, j):
+        return (j < cached) | sees[i - cached, j - cached]
+
+    q, k, v = m.qkv(q_len=8, kv_len=cached + 8)
+    return Problem(None, tree, q, k, v, positions={"q_offset": cached})
+
+
+@case("documents in a cache, and rows that see nothing")
+def _(m):
+    documents = m.ints(m.tokens(300), below=4).sort().values
+    q, k, v = m.qkv(heads=4, kv_heads=4, q_len=5, kv_len=m.tokens(280))
+    start = m.tokens(100)
+    return Problem(
+        lambda s, b, h, i, j: 20 * torch.tanh(s / 20),
+        lambda b, h, i, j: (documents[i] == documents[j]) & (i > start + 1) & (j % 3 != 0),
+        q, k, v, positions={"q_offset": start},
+    )  # fmt: skip
+
+
+@case("many queries of large groups, split over the keys")
+def _(m):
+    return Problem(
+        None, causal, *m.qkv(heads=12, kv_heads=1, q_len=17, kv_len=m.tokens(260), dim=16), positions={"q_offset": m.tokens(230)}
+    )
+
+
+@case("decoding at head dims of several pieces")
+def _(m):
+    return Problem(None, None, *m.qkv(batch=1, heads=2, q_len=2, kv_len=m.tokens(270), dim=80, v_dim=96))
 
 
 BY_NAME = {c.name: c for c in CASES}

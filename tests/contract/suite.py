@@ -37,9 +37,9 @@ def run(name: str, backend: str, device: str, dtype: torch.dtype, large: bool = 
     missing = case.needs & UNSUPPORTED[backend]
     if missing:
         with pytest.raises(UnsupportedError, match=backend):
-            kernel(problem.q, problem.k, problem.v, scale=problem.scale)
+            kernel(problem.q, problem.k, problem.v, scale=problem.scale, **problem.positions)
         return
-    report = compare(kernel, problem.q, problem.k, problem.v, problem.captured, scale=problem.scale)
+    report = compare(kernel, problem.q, problem.k, problem.v, problem.captured, scale=problem.scale, **problem.positions)
     assert kernel.backend == backend, f"ran on {kernel.backend}: {kernel.reason}"
     assert report.ok, f"\n{report}"
 

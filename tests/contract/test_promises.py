@@ -183,17 +183,33 @@ def test_forward_is_bitwise_equal_from_run_to_run(attention, device):
         assert out.equal(first) and other.lse.equal(aux.lse)
 
 
-def test_deterministic_backward_is_bitwise_equal_from_run_to_run(attention, device):
+@pytest.mark.parametrize("by_setting", [False, True], ids=["argument", "setting"])
+def test_deterministic_backward_is_bitwise_equal_from_run_to_run(attention, device, by_setting):
+    """Gradients that meet in every way, in blocks that a mask thins out, of grouped heads."""
     q, k, v = qkv(heads=8, q_len=256, device=device, grad=True)
-    w, r = normal(8, device=device, grad=True), normal(512, device=device, grad=True)
-    kernel = attention(lambda s, b, h, i, j: s * w[h] + r[i - j + 256], causal, deterministic=True)
+    w, r, c = normal(8, device=device, grad=True), normal(512, device=device, grad=True), normal(2, 256, device=device, grad=True)
+    pairs, table = normal(8, 256, 256, device=device, grad=True), normal(128, device=device, grad=True)
+    shared = normal(256, 256, device=device, grad=True, dtype=torch.float16)
+    ids = torch.stack([torch.arange(256) // 100, torch.arange(256) // 70]).to(device)
 
-    def gradients():
-        return torch.autograd.grad(kernel(q, k, v).sin().sum(), [q, k, v, w, r])
+    def score(s, b, h, i, j):
+        return s * w[h] + r[i - j + 256] + c[b, j] + pairs[h, i, j] + shared[i, j] * s + table[(i + j) // 4]
 
-    first = gradients()
-    for _ in range(2 if device.type == "cpu" else 20):
-        assert all(x.equal(y) for x, y in zip(gradients(), first))
+    kernel = attention(score, lambda b, h, i, j: (ids[b, i] == ids[b, j]) & (i >= j), deterministic=not by_setting)
+    asked = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(by_setting or asked)
+    try:
+        out = kernel(q, k, v)
+        weight = out.detach().cos()
+
+        def gradients():
+            return torch.autograd.grad(out, [q, k, v, w, r, c, pairs, shared, table], weight, retain_graph=True)
+
+        first = gradients()
+        for _ in range(2 if device.type == "cpu" else 1000):
+            assert all(x.equal(y) for x, y in zip(gradients(), first))
+    finally:
+        torch.use_deterministic_algorithms(asked)
 
 
 # --- no stale state ------------------------------------------------------------------------------------------------------------------

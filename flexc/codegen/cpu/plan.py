@@ -37,6 +37,7 @@ class Plan:
         derivative: of the modified by the raw score: "one", "zero" or "computed".
         is_descending: rows are kept in descending order so that diagonal values are views.
         rates: the rates that occur, in the order of RATES.
+        max_scores: the forward pass also returns the largest score of each row.
     """
 
     block_q: int
@@ -53,6 +54,7 @@ class Plan:
     derivative: str
     is_descending: bool
     rates: tuple[str, ...]
+    max_scores: bool = False
 
     @property
     def block(self) -> tuple[int, int]:
@@ -76,6 +78,7 @@ def plan(
     head_dim_v: int,
     dtype: str | torch.dtype,
     backward: bool = True,
+    max_scores: bool = False,
 ) -> Plan:
     """Choose everything for a graph (differentiated, if `backward`) and sizes in tokens.
 
@@ -104,6 +107,7 @@ def plan(
         derivative=_derivative(graph),
         is_descending=diagonals,
         rates=tuple(rate for rate in RATES if rate in present),
+        max_scores=max_scores,
     )
 
 
