@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.compiler import is_dynamo_compiling
-from torch.utils.weak import WeakIdKeyDictionary
 
 from flexc import backends, frontend, operators, pipeline, settings
 from flexc.algebra import Mask
+from flexc.arguments import (
+    captured_as_kernels_take,
+    contiguous_rows,
+    finite_scale,
+    positive_scale,
+    refuse_arity,
+    refuse_what_is_no_input,
+    shapes_of,
+)
 from flexc.autograd import attend
 from flexc.backends import Options, Shapes
-from flexc.errors import FlexcError, InputError, ShapeError, UnsupportedError
+from flexc.errors import FlexcError, InputError, UnsupportedError
 from flexc.extents import Extent, extents_of, refuse_wrong_sizes
 from flexc.inference.decode import decoding
 from flexc.inference.paged import PagedKV, attend_paged, attend_quantized
@@ -27,8 +34,7 @@ from flexc.inference.quantized import DTYPES as QUANTIZED
 from flexc.inference.varlen import Sequences
 from flexc.ir.graph import Graph
 from flexc.launch import MAPS, Launch
-from flexc.map_making import number_on
-from flexc.operators import PLAIN, is_watched
+from flexc.operators import is_watched
 from flexc.pickling import held_at
 from flexc.pipeline import Artifact
 from flexc.ready import LARGEST_SCALE, Ready, ReadyLaunches, likeness_of
@@ -44,8 +50,6 @@ Function = Callable[..., Any]
 
 _OPTION_NAMES = ("backend", "autotune", "precision", "deterministic", "batch_invariant")
 _PRECISIONS = ("fast", "exact", "tf32")
-MAX_TOKENS = 2**24  # positions are exact in float32 below it
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -159,8 +163,8 @@ class Kernel:
                 raise InputError(f"{name} is a {type(switch).__name__}; expected True or False")
         score_mod = _function_in(score_mod, "score_mod")
         mask_mod = _function_in(mask_mod, "mask_mod")
-        _refuse_arity(score_mod, 5, "score_mod", "(score, batch, head, q_idx, kv_idx)")
-        _refuse_arity(mask_mod, 4, "mask_mod", "(batch, head, q_idx, kv_idx)")
+        refuse_arity(score_mod, 5, "score_mod", "(score, batch, head, q_idx, kv_idx)")
+        refuse_arity(mask_mod, 4, "mask_mod", "(batch, head, q_idx, kv_idx)")
         self.score_mod = score_mod
         self.mask_mod = mask_mod
         self._options = Options(precision=precision, deterministic=deterministic, batch_invariant=batch_invariant)
@@ -290,8 +294,8 @@ class Kernel:
             from flexc import dynamo
 
             return dynamo.call_at(self, q, k, v, scale, q_offset, kv_len, max_scores)
-        _refuse_what_is_no_input(q, k, v)
-        _shapes_of(q, k, v)
+        refuse_what_is_no_input(q, k, v)
+        shapes_of(q, k, v)
         positions, k, v = positions_of(q_offset, kv_len, q, k, v)
         if positions is None:
             return self._attend(q, k, v, scale, max_scores)
@@ -301,8 +305,8 @@ class Kernel:
         self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, places: Positions | Sequences, max_scores: bool = False
     ) -> tuple[Tensor, ...]:
         """out and lse where the functions see other places than those in the tensors, and the largest scores if asked for."""
-        _refuse_what_is_no_input(q, k, v)
-        _shapes_of(q, k, v)
+        refuse_what_is_no_input(q, k, v)
+        shapes_of(q, k, v)
         current = settings.current()
         if current.eager:
             score_mod, mask_mod, options = places.in_python(self.score_mod, self.mask_mod)
@@ -384,8 +388,8 @@ class Kernel:
 
     def captured(self, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
         """The captured tensors that require a gradient in a call on q, k and v, by the name that the graph gives them."""
-        _refuse_what_is_no_input(q, k, v)
-        _shapes_of(q, k, v)
+        refuse_what_is_no_input(q, k, v)
+        shapes_of(q, k, v)
         trace, binding = frontend.trace(self.score_mod, self.mask_mod)
         return {i.name: t for i, t in zip(trace.graph.tensors, binding.tensors, strict=True) if t.requires_grad}
 
@@ -439,9 +443,9 @@ class Kernel:
         self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, places: Positions | Sequences | None, max_scores: bool
     ) -> tuple[Tensor, ...]:
         """out and lse where PyTorch must see an operator, or q, k and v are distributed."""
-        _refuse_what_is_no_input(q, k, v)
+        refuse_what_is_no_input(q, k, v)
         if scale is not None:
-            scale = _finite(scale)
+            scale = finite_scale(scale)
         if operators.is_distributed(q, k, v):
             from flexc import sharding
 
@@ -481,20 +485,20 @@ class Kernel:
             trace, binding = frontend.trace(self.score_mod, self.mask_mod) if traced is None else traced
             ready = known.get(trace)
             if ready is not None:
-                tensors = _taken(binding.tensors, trace.graph, q.device) if binding.tensors else ()
+                tensors = captured_as_kernels_take(binding.tensors, trace.graph, q.device) if binding.tensors else ()
                 if ready.extents:
                     shapes = ready.launch.shapes
                     refuse_wrong_sizes(ready.extents, trace.graph, tensors, shapes.batch, shapes.heads_q, "q has")
                 launch = ready.at(scale, binding.scalars)
                 return self._tuned(launch, trace, q, k, v, tensors) if self._autotune else launch, q, k, v, tensors
-        _refuse_what_is_no_input(q, k, v)
+        refuse_what_is_no_input(q, k, v)
         taken = q, k, v
         if scale is not None:
-            q, scale = _positive_scale(q, scale)
-        q, k, v = _contiguous_rows(q), _contiguous_rows(k), _contiguous_rows(v)
-        shapes = _shapes_of(q, k, v)
+            q, scale = positive_scale(q, scale)
+        q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
+        shapes = shapes_of(q, k, v)
         trace, binding = frontend.trace(self.score_mod, self.mask_mod) if traced is None else traced
-        tensors = _taken(binding.tensors, trace.graph, q.device)
+        tensors = captured_as_kernels_take(binding.tensors, trace.graph, q.device)
         artifact, extents, options = self._prepared(trace, tensors, shapes, q.device, max_scores)
         default = 1.0 / math.sqrt(shapes.head_dim)
         launch = Launch(artifact, shapes, default, binding.scalars, options, self.__name__)
@@ -527,9 +531,9 @@ class Kernel:
         """FLEXC_EAGER=1: the user's own functions on dense tensors, where print and breakpoint work."""
         from flexc.reference import eager, largest_scores
 
-        _refuse_what_is_no_input(q, k, v)
-        _shapes_of(q, k, v)
-        named = {"scale": None if scale is None else _finite(scale), **positions}
+        refuse_what_is_no_input(q, k, v)
+        shapes_of(q, k, v)
+        named = {"scale": None if scale is None else finite_scale(scale), **positions}
         results = eager(self.score_mod, self.mask_mod, q, k, v, **named)
         return (*results, largest_scores(self.score_mod, self.mask_mod, q, k, **named).float()) if max_scores else results
 
@@ -550,9 +554,6 @@ def _given(options: Options) -> dict[str, Any]:
     return {name: getattr(options, name) for name in ("precision", "deterministic", "batch_invariant")}
 
 
-# --- validation ---------------------------------------------------------------------------------------------------------------------
-
-
 def _function_in(function: Any, name: str) -> Any:
     """The function that a kernel was made of; anything else as it is."""
     if not isinstance(function, Kernel):
@@ -566,156 +567,3 @@ def _function_in(function: Any, name: str) -> Any:
     if inner is None:
         raise InputError(f"{name} is a flexc kernel without functions; expected a function, or None")
     return inner
-
-
-def _refuse_arity(function: Any, expected: int, name: str, arguments: str) -> None:
-    if function is None:
-        return
-    if not callable(function):
-        raise InputError(f"{name} is a {type(function).__name__}; expected a function {arguments}")
-    found = frontend.arity(function)
-    if found != expected:
-        meant = " (this looks like a mask: pass it as mask_mod)" if (found, expected) == (4, 5) else ""
-        meant = " (this looks like a score function: pass it as score_mod)" if (found, expected) == (5, 4) else meant
-        raise InputError(f"{name} takes {found} positional arguments, expected {expected}: {arguments}{meant}")
-
-
-def _refuse_what_is_no_input(q: Any, k: Any, v: Any) -> None:
-    """Each alone: a dense tensor of four dimensions."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise InputError(f"{name} is a {type(x).__name__}; expected a torch.Tensor")
-        if x.is_nested:
-            raise InputError(f"{name} is a nested tensor; expected a dense one: pack the sequences and mask with flexc.masks.document")
-        if x.layout is not torch.strided:
-            raise InputError(f"{name} has layout {x.layout}; expected a dense tensor: convert it with {name}.to_dense()")
-        if x.dim() != 4:
-            raise ShapeError(f"{name} has {x.dim()} dimensions, {_shape(x)}; expected 4: [batch, heads, tokens, head_dim]")
-
-
-def refuse_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse tensors that cannot be q, k and v, whether their sizes are numbers or symbols."""
-    _refuse_what_is_no_input(q, k, v)
-    _shapes.__wrapped__(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, True)
-
-
-def _shapes_of(q: Tensor, k: Tensor, v: Tensor) -> Shapes:
-    return _shapes(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, _in_bulk(q, k, v))
-
-
-@lru_cache(maxsize=4096)
-def _shapes(
-    q_shape: torch.Size,
-    k_shape: torch.Size,
-    v_shape: torch.Size,
-    q_dtype: torch.dtype,
-    k_dtype: torch.dtype,
-    v_dtype: torch.dtype,
-    q_device: torch.device,
-    k_device: torch.device,
-    v_device: torch.device,
-    in_bulk: bool,
-) -> Shapes:
-    """All three together. Kept, because most calls repeat one before."""
-    if q_dtype not in _DTYPES:
-        raise InputError(f"q has dtype {q_dtype}; expected float16, bfloat16 or float32: convert it with q.to(torch.bfloat16)")
-    if not q_dtype == k_dtype == v_dtype:
-        raise InputError(f"q, k and v must have one dtype, got {q_dtype}, {k_dtype} and {v_dtype}")
-    if not q_device == k_device == v_device:
-        raise InputError(f"q, k and v must be on one device, got {q_device}, {k_device} and {v_device}")
-    batch, heads_q, q_len, head_dim = q_shape
-    heads_kv, kv_len, head_dim_v = k_shape[1], k_shape[2], v_shape[3]
-    if not batch == k_shape[0] == v_shape[0]:
-        raise ShapeError(f"q, k and v must have one batch size, got {batch}, {k_shape[0]} and {v_shape[0]}")
-    if k_shape[3] != head_dim:
-        raise ShapeError(f"q and k must have one head_dim, got {head_dim} and {k_shape[3]}")
-    if v_shape[1] != heads_kv:
-        raise ShapeError(f"k and v must have as many heads, got {heads_kv} and {v_shape[1]}")
-    if v_shape[2] != kv_len:
-        raise ShapeError(f"k and v must have as many tokens, got {kv_len} and {v_shape[2]}")
-    if heads_q == 0 or heads_kv == 0 or heads_q % heads_kv:
-        raise ShapeError(f"the heads of q must be a multiple of the heads of k and v, and not 0, got {heads_q} and {heads_kv}")
-    if head_dim == 0 or head_dim_v == 0:
-        raise ShapeError(f"head_dim must be at least 1, got {head_dim} for q and k, {head_dim_v} for v")
-    if max(q_len, kv_len) >= MAX_TOKENS:
-        raise UnsupportedError(f"expected fewer than {MAX_TOKENS} tokens on every backend, got {max(q_len, kv_len)}")
-    return Shapes(batch, heads_q, heads_kv, q_len, kv_len, head_dim, head_dim_v, q_dtype, in_bulk)
-
-
-def _in_bulk(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    return q.is_cuda and backends.reads_in_bulk((q, k, v))
-
-
-def _shape(x: Tensor) -> str:
-    return "[" + ", ".join(map(str, x.shape)) + "]"
-
-
-def _finite(scale: Any) -> float:
-    if isinstance(scale, Tensor):
-        if scale.requires_grad:
-            raise InputError("scale requires a gradient, which would be lost; multiply q by it, or capture it in the score function")
-        if scale.numel() != 1:
-            raise InputError(f"scale is a tensor of shape {_shape(scale)}; expected one number")
-        scale = scale.item()
-    if not isinstance(scale, numbers.Real) or isinstance(scale, bool):
-        raise InputError(f"scale is a {type(scale).__name__}; expected a number")
-    scale = float(scale)
-    if not abs(scale) <= torch.finfo(torch.float32).max:
-        raise InputError(f"scale must be finite in float32, got {scale}")
-    return scale
-
-
-def _positive_scale(q: Tensor, scale: Any) -> tuple[Tensor, float]:
-    """Kernels take a positive scale: a negative one turns q around, zero makes it zero."""
-    scale = _finite(scale)
-    if scale > 0:
-        return q, scale
-    return (-q, -scale) if scale < 0 else (q * 0.0, 1.0)
-
-
-def as_kernels_take(
-    kernel: Kernel, q: Tensor, scale: float | None, positions: Positions | None
-) -> tuple[Tensor, float, tuple[Tensor, ...], frontend.Trace, frontend.Binding]:
-    """q, the scale, the captured tensors, and the trace at positions with its binding, for a call that makes its own launch."""
-    if scale is not None:
-        q, scale = _positive_scale(q, scale)
-    trace, binding = frontend.trace(kernel.score_mod, kernel.mask_mod)
-    if positions is not None:
-        trace, binding = positions.placed(trace, binding)
-    tensors = _taken(binding.tensors, trace.graph, q.device)
-    refuse_wrong_sizes(extents_of(trace.graph), trace.graph, tensors, q.shape[0], q.shape[1], "q has")
-    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
-    return _contiguous_rows(q), scale, tensors, trace, binding
-
-
-def _taken(tensors: tuple[Tensor, ...], graph: Graph, device: torch.device) -> tuple[Tensor, ...]:
-    """Captured tensors as kernels take them."""
-    for slot, tensor in enumerate(tensors):
-        if type(tensor) not in PLAIN:
-            operators.refuse_distributed(tensor, graph.tensors[slot].name)
-        if tensor.device != device:
-            moved = _on_device(tensor, graph.tensors[slot].name, device)
-            tensors = (*tensors[:slot], moved, *tensors[slot + 1 :])
-    return tensors
-
-
-def _contiguous_rows(x: Tensor) -> Tensor:
-    """The same tensor if its last dimension is contiguous, else one copy."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-_on_gpu: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def _on_device(tensor: Tensor, name: str, device: torch.device) -> Tensor:
-    """A captured tensor as kernels read it: on q's device; a single number may come from the CPU, and is copied whenever it changes."""
-    if tensor.dim() or tensor.device.type != "cpu":
-        raise InputError(f"the captured tensor {name} is on {tensor.device} and q on {device}: move it with {name}.to({str(device)!r})")
-    if tensor.requires_grad or tensor.is_inference():
-        return tensor.to(device)
-    version = (tensor._version, tensor.data_ptr(), device)
-    found = _on_gpu.get(tensor)
-    if found is None or found[0] != version:
-        # One copy while the number stays: block maps are kept for as long as the tensors that they were made from.
-        found = _on_gpu[tensor] = version, number_on(tensor, device)
-    return found[1]

@@ -11,7 +11,8 @@ import torch
 
 from flexc import frontend, passes, settings
 from flexc.algebra import Mask
-from flexc.api import MAX_TOKENS, Kernel
+from flexc.api import Kernel
+from flexc.arguments import MAX_TOKENS
 from flexc.backends import Shapes
 from flexc.errors import InputError, ShapeError, TraceError, UnsupportedError
 from flexc.extents import Extent, extents_of, refuse_wrong_sizes

@@ -210,16 +210,16 @@ def _bind_in(tx: Any) -> None:
         floats.append(scale)
         scale = ConstantVariable.create(None)
     elif scale.as_python_constant() is not None:
-        from flexc.api import _finite
+        from flexc.arguments import finite_scale
 
-        scale = ConstantVariable.create(_finite(scale.as_python_constant()))
+        scale = ConstantVariable.create(finite_scale(scale.as_python_constant()))
     parts = [ConstantVariable.create(variant.text), scale, ListVariable(tensors), ListVariable(ints), ListVariable(floats)]
     frame["bound"] = TupleVariable(parts)
 
 
 def _refuse_inputs(named: list[tuple[str, Any]]) -> None:
     """Refuse here, by a clear error, what the operator would refuse."""
-    from flexc.api import refuse_inputs
+    from flexc.arguments import refuse_inputs
 
     for name, value in named:
         if not isinstance(value, TensorVariable):

@@ -236,7 +236,7 @@ def _attention_with_max_fake(q: Tensor, k: Tensor, v: Tensor, *captured: Any) ->
 
 @torch.library.register_fake("flexc::attention", lib=_LIBRARY)
 def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *captured: Any) -> tuple[Tensor, Tensor]:
-    from flexc.api import refuse_inputs
+    from flexc.arguments import refuse_inputs
 
     refuse_inputs(q, k, v)
     out = q.new_empty((*q.shape[:3], v.shape[3]))

@@ -249,14 +249,14 @@ def test_map_that_is_used_stays(monkeypatch):
 
 def test_number_on_the_cpu_is_copied_once_to_another_device():
     """A block map is kept for as long as the tensors that it was made from: a new copy for each call would never find it."""
-    api = importlib.import_module("flexc.api")
+    arguments = importlib.import_module("flexc.arguments")
     number, meta = torch.tensor(5), torch.device("meta")
-    moved = api._on_device(number, "number", meta)
-    assert moved.device == meta and api._on_device(number, "number", meta) is moved
+    moved = arguments.number_beside(number, "number", meta)
+    assert moved.device == meta and arguments.number_beside(number, "number", meta) is moved
     number.fill_(6)
-    assert api._on_device(number, "number", meta) is not moved
+    assert arguments.number_beside(number, "number", meta) is not moved
     learned = torch.tensor(0.5, requires_grad=True)
-    copies = [api._on_device(learned, "learned", meta) for _ in range(2)]
+    copies = [arguments.number_beside(learned, "learned", meta) for _ in range(2)]
     assert copies[0] is not copies[1] and all(copy.grad_fn is not None for copy in copies)  # a graph of its own for each call
 
 

@@ -26,8 +26,8 @@ def causal(batch, head, q_idx, kv_idx):
 @pytest.fixture
 def checked(monkeypatch):
     """The calls whose inputs were checked."""
-    seen, check = [], api._refuse_what_is_no_input
-    monkeypatch.setattr(api, "_refuse_what_is_no_input", lambda q, k, v: (seen.append(q), check(q, k, v)))
+    seen, check = [], api.refuse_what_is_no_input
+    monkeypatch.setattr(api, "refuse_what_is_no_input", lambda q, k, v: (seen.append(q), check(q, k, v)))
     return seen
 
 

@@ -257,7 +257,7 @@ def _refuse_queries(q: Tensor, cache: PagedKV | ContiguousKV, sequences: int) ->
 def _attend_split(
     kernel: Kernel, q: Tensor, cache: PagedKV | ContiguousKV, scale: float | None, positions: Positions | None, reason: str
 ) -> tuple[Tensor, Tensor]:
-    from flexc.api import as_kernels_take
+    from flexc.arguments import as_kernels_take
 
     (keys, values), scales = cache.pages, cache.scales
     q, scale, tensors, trace, binding = as_kernels_take(kernel, q, scale, positions)
