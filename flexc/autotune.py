@@ -65,7 +65,8 @@ def spaces(launch: Launch) -> list[Space]:
     tiles = cute_codegen.candidates(artifact.lowered, target, plan.padded_dim, plan.padded_dim_v)
     found = [Space("forward", tuple(tiles), 0, cute_codegen.Tile)]
     if backward.backend.name == "cute":
-        tiles = cute_codegen.backward_candidates(target, backward.plan.padded_dim, backward.plan.padded_dim_v)
+        sizes, has_mask = (backward.plan.padded_dim, backward.plan.padded_dim_v), backward.plan.walk == "runs"
+        tiles = cute_codegen.backward_candidates(target, *sizes, has_mask=has_mask)
         found.append(Space("backward", tuple(tiles), 0, cute_codegen.BackwardTile))
     return found
 

@@ -193,6 +193,7 @@ def test_tiles_of_cute_kernels_are_searched_and_kept_too(backend, cache):
     launch = Launch(artifact, shapes, 0.125, binding.scalars, Options(), "attention")
     forward, backward = autotune.spaces(launch)
     assert (forward.kernel, backward.kernel) == ("forward", "backward") and len(forward.tiles) > 1
+    assert backward.tiles[0] == artifact.for_backward(shapes, Options()).plan.backward, "the default is among the tiles, and comes first"
 
     def last_is_best(trial, kernel):
         space = next(space for space in (forward, backward) if space.kernel == kernel)
