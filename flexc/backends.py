@@ -154,14 +154,16 @@ def _plan_cpu(graph: Graph, shapes: Shapes, target: Target, options: Options) ->
     )
 
 
+def _sizes(shapes: Shapes) -> dict[str, Any]:
+    """What every plan of a GPU kernel takes of the sizes."""
+    return {"dtype": shapes.dtype_name, "head_dim": shapes.head_dim, "head_dim_v": shapes.head_dim_v, "group": shapes.group}
+
+
 def _plan_triton(graph: Graph, shapes: Shapes, target: Target, options: Options) -> Any:
     return triton_codegen.make_plan(
         graph,
         target,
-        dtype=shapes.dtype_name,
-        head_dim=shapes.head_dim,
-        head_dim_v=shapes.head_dim_v,
-        group=shapes.group,
+        **_sizes(shapes),
         tma=shapes.bulk,
         precision=options.precision,
         deterministic=options.deterministic,
@@ -179,10 +181,7 @@ def _plan_decode(graph: Graph, shapes: Shapes, target: Target, options: Options)
     return triton_codegen.plan_decode(
         graph,
         target,
-        dtype=shapes.dtype_name,
-        head_dim=shapes.head_dim,
-        head_dim_v=shapes.head_dim_v,
-        group=shapes.group,
+        **_sizes(shapes),
         rows=_decode_rows(shapes),
         page=shapes.page,
         cache=shapes.cache,
@@ -200,10 +199,7 @@ def _plan_cute(graph: Graph, shapes: Shapes, target: Target, options: Options) -
     return cute_codegen.make_plan(
         graph,
         target,
-        dtype=shapes.dtype_name,
-        head_dim=shapes.head_dim,
-        head_dim_v=shapes.head_dim_v,
-        group=shapes.group,
+        **_sizes(shapes),
         bulk=shapes.bulk,
         precision=options.precision,
         tile=dict(options.tiles).get("forward"),
@@ -222,10 +218,7 @@ def _plan_cute_backward(graph: Graph, shapes: Shapes, target: Target, options: O
     return cute_codegen.make_backward_plan(
         graph,
         target,
-        dtype=shapes.dtype_name,
-        head_dim=shapes.head_dim,
-        head_dim_v=shapes.head_dim_v,
-        group=shapes.group,
+        **_sizes(shapes),
         bulk=shapes.bulk,
         precision=options.precision,
         tile=dict(options.tiles).get("backward"),

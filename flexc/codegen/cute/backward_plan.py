@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from flexc.codegen.cute.backward_kernel import print_backward
-from flexc.codegen.cute.plan import MAX_HEAD_DIM
+from flexc.codegen.cute.plan import refuse_unsupported
 from flexc.errors import UnsupportedError
 from flexc.ir.graph import Graph
 from flexc.target import KIB, Target
@@ -129,12 +129,7 @@ def make_backward_plan(
     Raises:
         UnsupportedError: the architecture, dtype, head dimension or a gradient that is asked for has no kernel.
     """
-    if target.arch != "sm_90a":
-        raise UnsupportedError(f"target {target.arch} on the cute backend: expected sm_90a (Hopper)")
-    if dtype not in ("float16", "bfloat16"):
-        raise UnsupportedError(f"dtype {dtype} on the cute backend: expected float16 or bfloat16")
-    if max(head_dim, head_dim_v) > MAX_HEAD_DIM:
-        raise UnsupportedError(f"head dimension on the cute backend: expected at most {MAX_HEAD_DIM}, got {max(head_dim, head_dim_v)}")
+    refuse_unsupported(target, dtype, max(head_dim, head_dim_v))
     asked = [t.name for t in graph.tensors if t.needs_grad]
     if asked:
         raise UnsupportedError(f"gradients of captured tensors ({', '.join(asked)}) in the backward kernel of the cute backend")

@@ -176,6 +176,20 @@ def _small(sizes: _Sizes, padded_dim_v: int) -> _Sizes:
     return tuple((rows, columns) for rows, columns in sizes if columns / 2 + columns / 4 + padded_dim_v / 2 <= _MOST_FRAGMENTS)
 
 
+def refuse_unsupported(target: Target, dtype: str, head_dim: int) -> None:
+    """Refuse what neither the forward nor the backward kernel has; `head_dim` is the larger of the two.
+
+    Raises:
+        UnsupportedError: the architecture, dtype or head dimension.
+    """
+    if target.arch not in ARCHITECTURES:
+        raise UnsupportedError(f"target {target.arch} on the cute backend: expected {' or '.join(ARCHITECTURES)} (Hopper)")
+    if dtype not in ("float16", "bfloat16"):
+        raise UnsupportedError(f"dtype {dtype} on the cute backend: expected float16 or bfloat16")
+    if head_dim > MAX_HEAD_DIM:
+        raise UnsupportedError(f"head dimension on the cute backend: expected at most {MAX_HEAD_DIM}, got {head_dim}")
+
+
 def make_plan(
     graph: Graph,
     target: Target,
@@ -202,12 +216,7 @@ def make_plan(
     Raises:
         UnsupportedError: the architecture, dtype or head dimension has no kernel.
     """
-    if target.arch not in ARCHITECTURES:
-        raise UnsupportedError(f"target {target.arch} on the cute backend: expected {' or '.join(ARCHITECTURES)} (Hopper)")
-    if dtype not in ("float16", "bfloat16"):
-        raise UnsupportedError(f"dtype {dtype} on the cute backend: expected float16 or bfloat16")
-    if max(head_dim, head_dim_v) > MAX_HEAD_DIM:
-        raise UnsupportedError(f"head dimension on the cute backend: expected at most {MAX_HEAD_DIM}, got {max(head_dim, head_dim_v)}")
+    refuse_unsupported(target, dtype, max(head_dim, head_dim_v))
     wide, wide_v = padded(head_dim), padded(head_dim_v)
     exact = precision == "exact"
     approximate = not exact and dtype == "bfloat16"
