@@ -47,9 +47,10 @@ from flexc.ir.graph import Graph, inputs_of
 from flexc.map_making import is_capturing
 from flexc.runtime.cache import cache_of
 from flexc.runtime.key import key_of
+from flexc.runtime.machine_code import CompiledModule
 from flexc.runtime.module import load_module
 from flexc.runtime.triton_binaries import watch
-from flexc.runtime.triton_compile import CompiledModule, compile_module
+from flexc.runtime.triton_compile import compile_module
 from flexc.sparsity.facts import is_declared_sorted
 from flexc.sparsity.proof import Proof
 from flexc.sparsity.runs import Runs

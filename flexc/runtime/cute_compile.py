@@ -14,7 +14,6 @@ import io
 import json
 import os
 import re
-import subprocess
 import tempfile
 import threading
 import time
@@ -31,6 +30,7 @@ from flexc import settings
 from flexc.errors import ToolchainError
 from flexc.runtime.cache import Entry, cache_of
 from flexc.runtime.key import key_of
+from flexc.runtime.machine_code import CompiledKernel, CompiledModule, tool
 
 PACKAGE = "nvidia-cutlass-dsl"
 _compiling = threading.RLock()  # the DSL keeps the options of a compilation in one shared object
@@ -77,53 +77,6 @@ def number(name: str, dtype: str) -> NumberArgument:
 
 
 Argument = TensorArgument | NumberArgument
-
-
-@dataclass(frozen=True)
-class CompiledKernel:
-    """One kernel's machine code and what it uses.
-
-    Attributes:
-        registers: per thread at launch; warpgroups then trade them (`setmaxnreg`).
-        spill_bytes: stack and local memory per thread.
-        smem_bytes: shared memory of a block, at most.
-        remarks: what ptxas says of lost performance, such as serialised matrix products (C7510 to C7519).
-    """
-
-    name: str
-    ptx: str
-    cubin: bytes
-    registers: int
-    spill_bytes: int
-    smem_bytes: int
-    threads: int
-    remarks: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class CompiledModule:
-    """All kernels of a module, for one target."""
-
-    kernels: tuple[CompiledKernel, ...]
-
-    def only(self, names: Sequence[str]) -> CompiledModule:
-        """The kernels with these names."""
-        return CompiledModule(tuple(k for k in self.kernels if k.name in names))
-
-    def ptx(self) -> str:
-        """PTX of each kernel."""
-        return "\n".join(k.ptx for k in self.kernels)
-
-    def sass(self) -> str:
-        """Each cubin, disassembled."""
-        return "\n".join(_tool("cuobjdump", k.cubin, "-sass") for k in self.kernels)
-
-    def resources(self) -> str:
-        """One line a kernel."""
-        rows = [f"{'kernel':18} {'registers':>9} {'spill bytes':>11} {'smem bytes':>10} {'warps':>5}"]
-        rows += [f"{k.name:18} {k.registers:9} {k.spill_bytes:11} {k.smem_bytes:10} {k.threads // 32:5}" for k in self.kernels]
-        rows += [f"{k.name}: {remark}" for k in self.kernels for remark in k.remarks]
-        return "\n".join(rows)
 
 
 @dataclass
@@ -248,7 +201,7 @@ def _compile(name: str, launcher: Launcher) -> CompiledKernel:
         compiled = launcher.compiled("--keep-ptx", "--keep-cubin", f"--dump-dir {folder}", "remarks{ptx}")
         ptx, cubin = compiled.__ptx__, compiled.__cubin__
     report = said()
-    usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", _tool("cuobjdump", cubin, "-res-usage"))
+    usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", tool("cuobjdump", cubin, "-res-usage"))
     registers, stack, local = (int(usage[i]) for i in (1, 2, 3)) if usage else (0, 0, 0)
     threads = re.search(r"\.(?:max|req)ntid (\d+)", ptx)
     remarks = sorted(set(re.findall(r"\(?C75\d\d\)?[^\n]*?(?= in (?:the )?function|\n|$)", report)))
@@ -374,22 +327,3 @@ def _captured_output() -> Iterator[Callable[[], str]]:
                 os.close(copy)
             file.seek(0)
             texts.append(file.read().decode(errors="replace") + printed.getvalue())
-
-
-# NVIDIA's cubin tools come with Triton; the DSL has none.
-@cache
-def _tool_path(name: str) -> Path:
-    import triton
-
-    path = Path(str(triton.__file__)).parent / "backends" / "nvidia" / "bin" / name
-    if not path.is_file():
-        raise ToolchainError(f"{name} is missing from the triton package, where it is expected at {path}: reinstall triton")
-    return path
-
-
-def _tool(name: str, cubin: bytes, *options: str) -> str:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        done = subprocess.run([_tool_path(name), *options, file.name], capture_output=True, text=True, check=False)
-    return done.stdout

@@ -6,58 +6,12 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from flexc.errors import ToolchainError
-
-
-@dataclass(frozen=True)
-class CompiledKernel:
-    """One kernel's machine code and what it uses.
-
-    Attributes:
-        registers: per thread; spill_bytes: stack per thread; smem_bytes: shared memory of a block.
-        remarks: what ptxas says of lost performance, such as serialised matrix products (C7510 to C7519).
-    """
-
-    name: str
-    ptx: str
-    cubin: bytes
-    registers: int
-    spill_bytes: int
-    smem_bytes: int
-    warps: int
-    remarks: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class CompiledModule:
-    """All kernels of a module, for one target."""
-
-    kernels: tuple[CompiledKernel, ...]
-
-    def only(self, names: Sequence[str]) -> CompiledModule:
-        """The kernels with these names."""
-        return CompiledModule(tuple(k for k in self.kernels if k.name in names))
-
-    def ptx(self) -> str:
-        """PTX of each kernel."""
-        return "\n".join(k.ptx for k in self.kernels)
-
-    def sass(self) -> str:
-        """Each cubin, disassembled."""
-        return "\n".join(_tool("cuobjdump", k.cubin, "-sass") for k in self.kernels)
-
-    def resources(self) -> str:
-        """One line a kernel."""
-        rows = [f"{'kernel':18} {'registers':>9} {'spill bytes':>11} {'smem bytes':>10} {'warps':>5}"]
-        rows += [f"{k.name:18} {k.registers:9} {k.spill_bytes:11} {k.smem_bytes:10} {k.warps:5}" for k in self.kernels]
-        rows += [f"{k.name}: {remark}" for k in self.kernels for remark in k.remarks]
-        return "\n".join(rows)
+from flexc.runtime.machine_code import CompiledKernel, CompiledModule, tool, tool_path
 
 
 def compile_module(
@@ -96,10 +50,10 @@ def _compile(module: ModuleType, name: str, capability: int, types_of: Callable[
     warps, stages = module.LAUNCH[name]
     source = ASTSource(fn=function, signature=types, constexprs=constants, attrs=aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": stages})
-    usage = re.search(r"REG:(\d+) STACK:(\d+)", _tool("cuobjdump", compiled.asm["cubin"], "-res-usage"))
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", tool("cuobjdump", compiled.asm["cubin"], "-res-usage"))
     registers, spill = (int(usage[1]), int(usage[2])) if usage else (0, 0)
     remarks = _remarks(compiled.asm["ptx"], capability)
-    return CompiledKernel(name, compiled.asm["ptx"], compiled.asm["cubin"], registers, spill, compiled.metadata.shared, warps, remarks)
+    return CompiledKernel(name, compiled.asm["ptx"], compiled.asm["cubin"], registers, spill, compiled.metadata.shared, 32 * warps, remarks)
 
 
 def _remarks(ptx: str, capability: int) -> tuple[str, ...]:
@@ -109,24 +63,6 @@ def _remarks(ptx: str, capability: int) -> tuple[str, ...]:
         file = Path(folder) / "kernel.ptx"
         file.write_text(ptx)
         arch = f"sm_{capability}" + ("a" if capability >= 90 else "")
-        command = [_tool_path(name), "-v", f"--gpu-name={arch}", str(file), "-o", str(file.with_suffix(".cubin"))]
+        command = [tool_path(name), "-v", f"--gpu-name={arch}", str(file), "-o", str(file.with_suffix(".cubin"))]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     return tuple(sorted(set(re.findall(r"\(C75\d\d\).*?(?= in the function|$)", done.stderr, flags=re.MULTILINE))))
-
-
-@cache
-def _tool_path(name: str) -> Path:
-    import triton
-
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    if not path.is_file():
-        raise ToolchainError(f"{name} is missing from the triton package, where it is expected at {path}: reinstall triton")
-    return path
-
-
-def _tool(name: str, cubin: bytes, *options: str) -> str:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        done = subprocess.run([_tool_path(name), *options, file.name], capture_output=True, text=True, check=False)
-    return done.stdout

@@ -14,7 +14,8 @@ from flexc import settings
 from flexc.errors import NoCompileError, ToolchainError
 from flexc.runtime import cute_compile
 from flexc.runtime.cache import cache_of
-from flexc.runtime.cute_compile import CompiledKernel, CompiledModule, CuteJob, Launcher, compile_module, number, tensor
+from flexc.runtime.cute_compile import CuteJob, Launcher, compile_module, number, tensor
+from flexc.runtime.machine_code import CompiledKernel, CompiledModule
 from flexc.runtime.module import load_module
 
 TEXT = """

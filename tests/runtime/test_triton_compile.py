@@ -12,8 +12,8 @@ from flexc.backends import Options, Shapes
 from flexc.codegen.triton import Tile
 from flexc.errors import ToolchainError
 from flexc.pipeline import compile_for
-from flexc.runtime import triton_compile
-from flexc.runtime.triton_compile import CompiledKernel, CompiledModule
+from flexc.runtime import machine_code, triton_compile
+from flexc.runtime.machine_code import CompiledKernel, CompiledModule
 from flexc.target import Target
 
 DTYPES = (torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -78,7 +78,7 @@ def test_resources_are_a_line_each_with_remarks_below(plain):
     dq = plain.only(["dq_kernel"]).kernels[0]
     assert lines[1].split()[1:] == [str(n) for n in (dq.registers, dq.spill_bytes, dq.smem_bytes, dq.warps)]
     assert dq.warps == 1
-    serialised = CompiledKernel("k", "", b"", 40, 0, 0, 4, ("(C7510) Potential Performance Loss",))
+    serialised = CompiledKernel("k", "", b"", 40, 0, 0, 128, ("(C7510) Potential Performance Loss",))
     assert CompiledModule((serialised,)).resources().splitlines()[-1] == "k: (C7510) Potential Performance Loss"
 
 
@@ -111,7 +111,7 @@ def test_a_missing_tool_is_named():
     with pytest.raises(
         ToolchainError, match="no-such-tool is missing from the triton package, where it is expected at .*: reinstall triton"
     ):
-        triton_compile._tool_path("no-such-tool")
+        machine_code.tool_path("no-such-tool")
 
 
 def test_interpreted_kernels_have_no_machine_code():

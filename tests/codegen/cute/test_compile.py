@@ -81,7 +81,7 @@ def test_an_exact_kernel_has_no_approximate_function(tmp_path):
 def test_a_mask_of_intervals_costs_one_choice_an_element(tmp_path):
     """Bits of the columns are tested seven at a time; a compare for each would be 128 instructions more."""
     _, kernel = compiled(tmp_path, (None, window), 128, 128)
-    from flexc.runtime.cute_compile import CompiledModule
+    from flexc.runtime.machine_code import CompiledModule
 
     code = CompiledModule((kernel,)).sass()
     assert len(re.findall(r"\bR2P\b", code)) >= 16, "two masked blocks of 64 elements a thread"

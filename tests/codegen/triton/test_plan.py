@@ -13,7 +13,7 @@ from flexc.codegen.triton.tiles import MOST_CANDIDATES, chunked, is_asynchronous
 from flexc.errors import UnsupportedError
 from flexc.pipeline import compile_for
 from flexc.runtime import triton_compile
-from flexc.runtime.triton_compile import CompiledKernel
+from flexc.runtime.machine_code import CompiledKernel
 from flexc.target import KNOWN, Target
 from tests.codegen.triton.texts import HOPPER, lowered, planned
 
