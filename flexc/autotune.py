@@ -62,7 +62,7 @@ def spaces(launch: Launch) -> list[Space]:
         listed = {kernel: tuple(candidates(kernel, *sizes)) for kernel in KERNELS}
         return [Space(k, tiles, known_tiles(k, target, shapes.dtype_name) - len(tiles), Tile) for k, tiles in listed.items()]
     plan, backward = artifact.plan, artifact.for_backward(shapes, launch.options)
-    tiles = cute_codegen.candidates(artifact.lowered, target, plan.padded_dim, plan.padded_dim_v)
+    tiles = cute_codegen.candidates(artifact.lowered, target, plan.padded_dim, plan.padded_dim_v, plan.group)
     found = [Space("forward", tuple(tiles), 0, cute_codegen.Tile)]
     if backward.backend.name == "cute":
         sizes, has_mask = (backward.plan.padded_dim, backward.plan.padded_dim_v), backward.plan.walk == "runs"

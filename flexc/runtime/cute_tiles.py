@@ -66,9 +66,11 @@ def stage_bytes(dtype, layout):
     return cute.size_in_bytes(dtype, cute.slice_(layout, (None, None, 0)))
 
 
-def bulk_load(x, layout, box):
-    """Copies of one stage from global to shared memory; what lies outside the tensor arrives as 0."""
-    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), x, cute.slice_(layout, (None, None, 0)), box)
+def bulk_load(x, layout, box, sharers=1):
+    """Copies of one stage from global to shared memory; what lies outside the tensor arrives as 0. Of a stage that the blocks of a cluster
+    share, each copies its part to all."""
+    kind = cpasync.CopyBulkTensorTileG2SOp if sharers == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp
+    return cpasync.make_tiled_tma_atom(kind(), x, cute.slice_(layout, (None, None, 0)), box, num_multicast=sharers)
 
 
 def bulk_store(x, layout, box):
@@ -86,14 +88,15 @@ def choose(condition, x, y):
 # --- device side: set-up --------------------------------------------------------------------------------------------------------------
 
 
-def load_pipeline(barriers, stages, stage_bytes, consumer_warps):
-    """Full and empty barriers of a ring of bulk copies: one warp fills, `consumer_warps` read."""
+def load_pipeline(barriers, stages, stage_bytes, consumer_warps, sharers=1):
+    """Full and empty barriers of a ring of bulk copies: one warp fills, `consumer_warps` read, in each of `sharers` blocks of a cluster."""
     return pipeline.PipelineTmaAsync.create(
         barrier_storage=barriers,
         num_stages=stages,
         producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-        consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, consumer_warps),
+        consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, consumer_warps * sharers),
         tx_count=stage_bytes,
+        cta_layout_vmnk=cute.make_layout((1, sharers, 1, 1)),
         defer_sync=True,
     )
 
@@ -119,9 +122,9 @@ def reading(stages, first=0):
     return pipeline.PipelineState(stages, Int32(0), Int32(first), Int32(0))
 
 
-def copy_pair(atom, shared, tiles):
-    """Both sides of a bulk copy: `shared` (rows, columns, stages) and `tiles` (rows, columns, blocks)."""
-    return cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2))
+def copy_pair(atom, shared, tiles, sharers=1, rank=0):
+    """Both sides of a bulk copy: `shared` (rows, columns, stages) and `tiles` (rows, columns, blocks), or a block's part of them."""
+    return cpasync.tma_partition(atom, rank, cute.make_layout(sharers), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2))
 
 
 def weights_fragment(scores, dtype):
@@ -269,6 +272,15 @@ def _bit(number):
     return Int32(1 << number if number < 31 else -(1 << 31))
 
 
+@cute.jit
+def read_diagonals(met, staged, first, slot):
+    """The values of the diagonals that a thread's columns meet, from `first` - 8 on: its lower row meets eight columns later what the upper
+    one does. So element `4 * n + 2 * half + pair` of a fragment is on diagonal `2 * (n + 1 - half) + pair` of these."""
+    for n in cutlass.range_constexpr(cute.size(met) // 2):
+        for pair in cutlass.range_constexpr(2):
+            met[2 * n + pair] = staged[first + 8 * (n - 1) + pair, slot]
+
+
 # --- device side: softmax -------------------------------------------------------------------------------------------------------------
 
 
@@ -318,8 +330,10 @@ def weigh(scores, half: cutlass.Constexpr, outer, shift, polynomial: cutlass.Con
 
 
 @cute.jit
-def softmax_step(scores, shifts, maximum, total, correction, outer, may_be_empty: cutlass.Constexpr):
+def softmax_step(scores, shifts, maximum, total, correction, outer, may_be_empty: cutlass.Constexpr, slack: cutlass.Constexpr):
     """Online softmax of one block, arXiv:1805.02867: scores become weights relative to the new maximum.
+
+    Returns whether what was summed so far must shrink by `correction` in any row of the warp.
 
     Args:
         scores: in base 2 once multiplied by `outer`, which is positive.
@@ -327,21 +341,30 @@ def softmax_step(scores, shifts, maximum, total, correction, outer, may_be_empty
         maximum, total, correction: two values each, of the thread's two rows: the largest score so far (before `outer`), the thread's part
             of the sum of weights, and by what earlier weights shrink.
         may_be_empty: a row may have had no score but -inf so far; its weights are then 2^-inf, not 2^(-inf + inf).
+        slack: a maximum is kept until scores outgrow it by more than that, in base 2: weights are then up to 2^slack.
     """
+    grown = Boolean(slack == 0)
     for half in cutlass.range_constexpr(2):
         largest = row_maximum(scores, half)
         if const_expr(shifts is not None):
             largest = largest + shifts[half]
         largest = cute.arch.fmax(largest, maximum[half])
         largest = cute.arch.warp_reduction_max(largest, threads_in_group=4)
+        if const_expr(slack > 0):
+            outgrows = (largest - maximum[half]) * outer > Float32(slack)  # not so of -inf and -inf
+            largest = choose(outgrows, largest, maximum[half])
+            grown = grown | outgrows
         safe = largest
         if const_expr(may_be_empty):
             safe = choose(largest == Float32(-INF), Float32(0.0), largest)
         correction[half] = exp2((maximum[half] - safe) * outer)
+        if const_expr(slack > 0):
+            correction[half] = choose(outgrows, correction[half], Float32(1.0))
         maximum[half] = largest
         if const_expr(shifts is not None):
             safe = safe - shifts[half]
         total[half] = total[half] * correction[half] + weigh(scores, half, outer, safe * outer, 0)
+    return cute.arch.vote_any_sync(grown) if const_expr(slack > 0) else grown
 
 
 @cute.jit
@@ -381,8 +404,15 @@ def finish_rows(total, maximum, outer, factors, lse):
 
 
 @cute.jit
-def store_lse(target, values, first, row, length):
-    """Write the thread's two values of lse; one thread of the four that share a row does."""
+def largest_scores(maximum, outer, largest):
+    """The rows' largest scores in natural units."""
+    for half in cutlass.range_constexpr(2):
+        largest[half] = maximum[half] * outer * Float32(LN2)
+
+
+@cute.jit
+def store_rows(target, values, first, row, length):
+    """Write the thread's two values, of a row each; one thread of the four that share a row does."""
     if cute.arch.lane_idx() % 4 == 0:
         for half in cutlass.range_constexpr(2):
             if row + 8 * half < length:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from flexc.codegen.cute.rows import CUTE_DTYPES, spell
 from flexc.codegen.levels import COLUMN, ELEMENT, ROW, TILE, captured, level_of, rate_levels
@@ -43,6 +44,18 @@ class Linear:
     plus: Node | None = None
 
 
+class Diagonals(Protocol):
+    """What works out the values of diagonals, see `diagonals.Along`."""
+
+    def takes(self, node: Node) -> bool:
+        """Whether it works out this one."""
+        ...
+
+    def value(self, node: Node, body: Body) -> str:
+        """The name of its value."""
+        ...
+
+
 @dataclass
 class Body:
     """The statements of a kernel, collected by place.
@@ -59,6 +72,7 @@ class Body:
         row_dtypes: register tensors of row values, name → IR dtype.
         row_bases: register tensors that a block fills, name → IR dtype.
         exported: values of a column that statements of an element take, name → IR dtype.
+        along: prints values of diagonals, once for each; None where every pair has its own.
     """
 
     graph: Graph
@@ -75,6 +89,7 @@ class Body:
     row_dtypes: dict[str, str] = field(default_factory=dict)
     row_bases: dict[str, str] = field(default_factory=dict)
     exported: dict[str, str] = field(default_factory=dict)
+    along: Diagonals | None = None
     _count: int = 0
     _comment: object = None
 
@@ -103,6 +118,12 @@ class Body:
         """The statements printed since the last call, by place."""
         taken, self.lines = self.lines, {level: [] for level in LEVELS}
         return taken
+
+    def begin_function(self) -> None:
+        """What follows is of another function of a block: what the last one worked out inside it has to be printed again."""
+        self.names = {node: name for node, name in self.names.items() if self.level(node) in (TILE, ROW)}
+        self.lines, self.shared, self.row_bases, self.exported = {level: [] for level in LEVELS}, {}, {}, {}
+        self.reads_columns = False
 
     def add(self, root: Node) -> str:
         """Print everything that `root` needs and that is not printed yet; returns the place of its value."""
@@ -143,6 +164,8 @@ class Body:
 
     def _operands(self, node: Node) -> list[Node]:
         """What must be printed before the node."""
+        if self.along is not None and self.along.takes(node):
+            return []
         if node in self.linear and node is not _KEY:
             form = self.linear[node]
             return [part for part in (form.start, form.times, form.plus) if part is not None]
@@ -157,6 +180,8 @@ class Body:
             self.names[node] = node.attrs[0]
         elif node.op == "scalar":
             self.names[node] = captured(self.graph, self.graph.scalars[node.attrs[0]].name)
+        elif self.along is not None and self.along.takes(node):
+            self.names[node] = self.along.value(node, self)
         elif node.op == "gather":
             self.names[node] = self._gather(node)
         elif node in self.linear:
@@ -341,11 +366,21 @@ class Body:
     # --- captured tensors ---
 
     def _gather(self, node: Node) -> str:
-        """Loads guarded by the tensor's sizes. Offsets are 64-bit; each index adds to them at its own place."""
-        tensor = self.graph.tensors[node.attrs[0]]
-        given = captured(self.graph, tensor.name)
+        """A load guarded by the tensor's sizes."""
+        given = captured(self.graph, self.graph.tensors[node.attrs[0]].name)
         place = self.level(node)
         name = f"{given}_{self._new('')}"
+        offset, inside = self.address(node, given, name, place)
+        if place not in (TILE, ROW):
+            self.shared[given] = None
+        self._assign(place, name, f"tiles.element({given}, {offset}, {inside}, {CUTE_DTYPES[node.dtype]})", node)
+        return name
+
+    def address(self, node: Node, given: str, name: str, place: str) -> tuple[str, str]:
+        """Where the element of a gather is in a tensor called `given`, and whether it is inside, for a statement of `place`.
+
+        Its indices are printed. Offsets are 64-bit; each index adds to them at its own place. Names of parts begin with `name`.
+        """
         offsets: dict[str, list[str]] = {}
         guards: dict[str, list[str]] = {}
         for axis, index in enumerate(node.args):
@@ -361,18 +396,14 @@ class Body:
                 guards.setdefault(where, []).append(f"({text} >= 0)")
             guards.setdefault(where, []).append(f"({text} < {size})")
             offsets.setdefault(where, []).append(f"Int64({text}) * {given}.stride[{axis}]")
+        if not node.args:
+            return "Int64(0)", "Boolean(True)"
         address, conditions = [], []
         for where in (TILE, ROW, COLUMN, ELEMENT):
             if where in offsets:
                 address.append(self._part(where, place, f"{name}_at_{where}", " + ".join(offsets[where]), INT64))
                 conditions.append(self._part(where, place, f"{name}_in_{where}", " & ".join(guards[where]), BOOL))
-        if place not in (TILE, ROW):
-            self.shared[given] = None
-        if not node.args:
-            address, conditions = ["Int64(0)"], ["Boolean(True)"]
-        load = f"tiles.element({given}, {' + '.join(address)}, {' & '.join(conditions)}, {CUTE_DTYPES[node.dtype]})"
-        self._assign(place, name, load, node)
-        return name
+        return " + ".join(address), " & ".join(conditions)
 
     def _assign_part(self, place: str, name: str, expression: str, dtype: str) -> None:
         if place == ROW:

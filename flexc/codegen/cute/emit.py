@@ -23,7 +23,7 @@ def emit(graph: Graph, plan: Plan, target: Target, *, title: str = "") -> str:
         target: for the number of its SMs and the size of its L2 cache.
         title: what the user calls the variant.
     """
-    kernel = print_kernel(graph, approximate=plan.approximate, exact=plan.exact, shifts=plan.shift is None)
+    kernel = print_kernel(graph, approximate=plan.approximate, exact=plan.exact, shifts=plan.shift is None, diagonals=True)
     tensors = [(captured(graph, t.name), t.dtype, t.rank, loaded_dtype(t.dtype)) for t in graph.tensors]
     scalars = [(captured(graph, s.name), CUTE_DTYPES[s.dtype]) for s in graph.scalars]
     text = render(
@@ -51,6 +51,8 @@ def _signature(plan: Plan, tensors: list[tuple[str, str, int, str]], scalars: li
         f'tensor("out", {own}, ("batch", "heads", "q_len", {dim_v}), bulk=True)',
         'tensor("lse", "float32", ("batch", "heads", "q_len"), compact=True)',
     ]
+    if plan.max_scores:
+        lines.append('tensor("largest", "float32", ("batch", "heads", "q_len"), compact=True)')
     counter = ['tensor("counter", "int32", (1,), compact=True)'] if plan.forward.scheduler == "dynamic" else []
     return lines + argument_lines(plan.walk == "runs", tensors, scalars, "row_blocks", counter)
 
@@ -63,20 +65,22 @@ def argument_lines(
     counter: Sequence[str] = (),
 ) -> list[str]:
     """What follows the tensors of a kernel: map over `blocks`, `counter`, captured tensors, scale, section, scalars."""
-    lines = []
-    if has_map:
-        lines += [
-            f'tensor("map_rows", "int32", ("map_batch", "map_heads", "{blocks}", 4), compact=True, align=16)',
-            'tensor("map_partial", "int32", ("partial_blocks",), compact=True)',
-            'tensor("map_full", "int32", ("full_runs", 2), compact=True)',
-            f'tensor("map_order", "int32", ("{blocks}",), compact=True)',
-        ]
-    lines += counter
+    lines = [*(map_lines(blocks) if has_map else []), *counter]
     for name, dtype, rank, _ in tensors:
         sizes = ", ".join(f'"{name}_size{i}"' for i in range(max(rank, 1)))
         lines.append(f'tensor("{name}", "{"uint8" if dtype == "bool" else dtype}", ({sizes},))')
     lines += ['number("scale", "float32")', 'number("section", "int32")']
     return lines + [f'number("{name}", "{dtype.lower()}")' for name, dtype in scalars]
+
+
+def map_lines(blocks: str) -> list[str]:
+    """The tensors of a walk over `blocks`."""
+    return [
+        f'tensor("map_rows", "int32", ("map_batch", "map_heads", "{blocks}", 4), compact=True, align=16)',
+        'tensor("map_partial", "int32", ("partial_blocks",), compact=True)',
+        'tensor("map_full", "int32", ("full_runs", 2), compact=True)',
+        f'tensor("map_order", "int32", ("{blocks}",), compact=True)',
+    ]
 
 
 def tidy(text: str) -> str:

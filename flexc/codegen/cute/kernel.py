@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from flexc.codegen.cute.body import BLOCK, BLOCK_ROW, Body, literal
+from flexc.codegen.cute.diagonals import Along
 from flexc.codegen.levels import COLUMN, ELEMENT, ROW, TILE, position_bounds
 from flexc.errors import InternalError
 from flexc.ir.graph import BOOL, FLOAT32, INT32, INT64, Graph, Node, is_const
@@ -19,16 +20,18 @@ _STAGED_BYTES = {"Int32": 4, "Int64": 8, "Float32": 4}
 
 @dataclass(frozen=True)
 class Staged:
-    """A value of a column that comes from memory: each thread of a warpgroup works out one column's and shares it.
+    """A value of a column or diagonal that comes from memory: each thread of a warpgroup works out one of them and shares it.
 
     Attributes:
         name: of the value; type: in shared memory; is_truth: a truth value, kept as a number; masked: only partial blocks need it.
+        by_diagonal: there is one for each diagonal of the warpgroup's block.
     """
 
     name: str
     type: str
     is_truth: bool
     masked: bool
+    by_diagonal: bool = False
 
 
 @dataclass
@@ -38,9 +41,10 @@ class Kernel:
     Attributes:
         tile, row: before the blocks; block, block_row, column, element: of the score in each block; mask_…: of the mask in partial blocks.
         quick, mask_quick: those column statements that need no memory; the others' results are in `staged`.
+        along, mask_along: of a diagonal of a block; their results are in `diagonals`.
         rows: register tensors of row values, (name, type).
         bases: register tensors that a block fills, (name, type).
-        shared: what a block's statements take from outside.
+        shared, shared_along: what a block's statements take from outside, and those of a diagonal.
         logit, outer: the score in base 2 is logit * outer.
         factor: the derivative of the score by the raw score, where it was asked for.
         first, stop: what the first column that a row may see is at least, and the first one after them at most: limits that the mask sets
@@ -63,10 +67,14 @@ class Kernel:
     mask_column: list[str] = field(default_factory=list)
     mask_quick: list[str] = field(default_factory=list)
     mask_element: list[str] = field(default_factory=list)
+    along: list[str] = field(default_factory=list)
+    mask_along: list[str] = field(default_factory=list)
     staged: list[Staged] = field(default_factory=list)
+    diagonals: list[Staged] = field(default_factory=list)
     rows: list[tuple[str, str]] = field(default_factory=list)
     bases: list[tuple[str, str]] = field(default_factory=list)
     shared: list[str] = field(default_factory=list)
+    shared_along: list[str] = field(default_factory=list)
     logit: str = "raw"
     outer: str = "1.0"
     factor: str = ""
@@ -83,7 +91,7 @@ class Kernel:
     @property
     def stages_scores(self) -> bool:
         """Some staged value is needed in every block."""
-        return any(not value.masked for value in self.staged)
+        return any(not value.masked for value in (*self.staged, *self.diagonals))
 
     @property
     def loads_elements(self) -> bool:
@@ -105,16 +113,34 @@ class Kernel:
         """Shared memory that a column's staged values take."""
         return sum(_STAGED_BYTES[value.type] for value in self.staged)
 
+    @property
+    def diagonal_bytes(self) -> int:
+        """Shared memory that a diagonal's values take."""
+        return sum(_STAGED_BYTES[value.type] for value in self.diagonals)
 
-def print_kernel(graph: Graph, *, approximate: bool, exact: bool, shifts: bool = True, derivative: bool = False) -> Kernel:
+
+def print_kernel(
+    graph: Graph,
+    *,
+    approximate: bool,
+    exact: bool,
+    shifts: bool = True,
+    derivative: bool = False,
+    diagonals: bool = False,
+    body: Body | None = None,
+) -> Kernel:
     """The statements of a graph that is lowered to base 2 (outputs logit2, outer and perhaps mask).
 
     Args:
         approximate: the hardware approximation of tanh is allowed; exact: no approximation is.
         shifts: a part of the score that a row's elements of a block share may be left to the softmax, see `Body.peel`.
         derivative: print the output dscore, too.
+        diagonals: values of diagonals are worked out once for each.
+        body: prints the statements, and more of the graph afterwards.
     """
-    body = Body(graph, position_bounds(graph, MAX_TOKENS), approximate, exact)
+    known = position_bounds(graph, MAX_TOKENS)
+    body = body or Body(graph, known, approximate, exact)
+    along = body.along = Along(graph, known, approximate, exact) if diagonals else None
     kernel = Kernel()
     logit, outer = _output(graph, "logit2"), _output(graph, "outer")
     body.add(outer)
@@ -134,6 +160,7 @@ def print_kernel(graph: Graph, *, approximate: bool, exact: bool, shifts: bool =
         kernel.factor = body.at(factor, ELEMENT)
     lines = body.take()
     kernel.tile, kernel.row = lines[TILE], lines[ROW]
+    kernel.diagonals = _take_diagonals(along, kernel, kernel.along, False)
     kernel.block, kernel.block_row, kernel.column, kernel.element = (lines[place] for place in (BLOCK, BLOCK_ROW, COLUMN, ELEMENT))
     kernel.quick, slow = _without_memory(kernel.column)
     kernel.staged = [_staged(name, dtype, False) for name, dtype in body.exported.items() if name in slow]
@@ -148,17 +175,41 @@ def print_kernel(graph: Graph, *, approximate: bool, exact: bool, shifts: bool =
         lines = body.take()
         # What a row needs stands before the blocks, where both kinds of block share it.
         kernel.tile, kernel.row = kernel.tile + lines[TILE], kernel.row + lines[ROW]
+        kernel.diagonals += _take_diagonals(along, kernel, kernel.mask_along, True)
         kernel.mask_block, kernel.mask_block_row = lines[BLOCK], lines[BLOCK_ROW]
         kernel.mask_column, kernel.mask_element = lines[COLUMN], lines[ELEMENT]
         kernel.mask_quick, slow = _without_memory(kernel.mask_column, slow)
         kernel.staged += [_staged(name, dtype, True) for name, dtype in body.exported.items() if name in slow and name not in before]
         kernel.mask_reads_columns = _names("kv_idx", [*kernel.mask_quick, *kernel.mask_element, kernel.allowed])
+    take_rows(body, kernel)
+    kernel.bases = bases_of(body)
+    kernel.shared = list(body.shared)
+    kernel.shared_along = list(along.shared) if along is not None else []
+    return kernel
+
+
+def take_rows(body: Body, kernel: Kernel) -> None:
+    """What the body has printed for rows, so far, into the kernel."""
     kernel.reads_rows = "q_idx" in body.names.values()
     rows = ({"q_idx": INT32} if kernel.reads_rows else {}) | body.row_dtypes
     kernel.rows = [(name, _TYPES[dtype]) for name, dtype in rows.items()]
-    kernel.bases = [(name, _TYPES[dtype]) for name, dtype in body.row_bases.items()]
-    kernel.shared = list(body.shared)
-    return kernel
+
+
+def bases_of(body: Body) -> list[tuple[str, str]]:
+    """Register tensors that a block of the function being printed fills."""
+    return [(name, _TYPES[dtype]) for name, dtype in body.row_bases.items()]
+
+
+def _take_diagonals(along: Along | None, kernel: Kernel, lines: list[str], masked: bool) -> list[Staged]:
+    """The values of diagonals that have come up; their statements go into `lines`, and what they need of the tile into the kernel."""
+    if along is None:
+        return []
+    taken = along.take()
+    kernel.tile = kernel.tile + taken[TILE]
+    lines += taken[COLUMN]
+    wanted, along.wanted = along.wanted, {}
+    known = {value.name for value in kernel.diagonals}
+    return [replace(_staged(name, dtype, masked), by_diagonal=True) for name, dtype in wanted.items() if name not in known]
 
 
 def _split_interval(body: Body, kernel: Kernel, mask: Node) -> list[Node]:

@@ -15,6 +15,7 @@ from flexc.target import KIB, Target
 ARCHITECTURES = ("sm_90a",)
 MAX_HEAD_DIM = 256  # a wgmma product is at most 256 wide
 GROUP_ROWS = 64  # query tokens of one consumer warpgroup: the height of wgmma
+GROUP_THREADS = 128
 _PADDED = (64, 96, 128, 192, 256)
 _ELEMENT_BYTES = 2
 _BARRIER_BYTES = KIB  # barriers, the queue's slots and alignment of the buffers
@@ -24,6 +25,7 @@ _BARRIER_BYTES = KIB  # barriers, the queue's slots and alignment of the buffers
 REGISTERS = {1: (240, 56), 2: (240, 24), 3: (160, 32)}
 
 SCHEDULERS = ("grid", "static", "dynamic")
+_CLUSTERS = (2,)  # larger ones than 1 that have been run
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Tile:
         scheduler: "grid": one block of threads for each tile, longest first; the hardware hands them out. "static": one block for each
             SM, tiles in fixed strides: no start-up between tiles, for tiles of equal work. "dynamic": one block for each SM, tiles from a
             counter, longest first; what is next is known before it begins.
+        cluster: blocks of threads that work on tiles of the same keys side by side; each loads its part of keys and values for all.
     """
 
     rows: int
@@ -45,14 +48,21 @@ class Tile:
     stages: int = 2
     turns: bool = True
     scheduler: str = "grid"
+    cluster: int = 1
 
     def __str__(self) -> str:
-        return f"{self.rows}x{self.columns}, {self.stages} stages{', turns' if self.turns else ''}, {self.scheduler}"
+        turns, cluster = ", turns" if self.turns else "", f", clusters of {self.cluster}" if self.cluster > 1 else ""
+        return f"{self.rows}x{self.columns}, {self.stages} stages{turns}, {self.scheduler}{cluster}"
 
     @property
     def groups(self) -> int:
         """Consumer warpgroups."""
         return self.rows // GROUP_ROWS
+
+    @property
+    def diagonals(self) -> int:
+        """How many a warpgroup works out in a step: those that its rows and the columns meet, and the same number for each thread."""
+        return -(-(GROUP_ROWS + self.columns - 1) // GROUP_THREADS) * GROUP_THREADS
 
 
 @dataclass(frozen=True)
@@ -69,12 +79,15 @@ class Plan:
         walk: "runs" of a block map, or "dense" where every block is visited and only a ragged end is masked.
         out_buffer: where output tiles are staged: "own" memory, or that of the "queries" they belong to.
         shift: what scores in base 2 are taken relative to where bounds prove them close to it; None for the running maximum of each row.
+        slack: by how much, in base 2, a row's scores outgrow the maximum kept of it before the output is rescaled; 0: at all.
         polynomial: of every eight weights how many are computed by multiply-adds in place of the special-function unit, in full blocks.
         bulk: the tensors allow bulk copies as they are; otherwise the host copies them first, to rows of whole 16 bytes.
         approximate: the hardware approximation of tanh.
         exact: no approximation of functions and quotients at all.
+        code_by_group: each computing warpgroup has code of its own.
         smem_bytes: shared memory of a block of threads.
         registers: of a computing thread, of a loading thread.
+        max_scores: the kernel also writes the largest score of each row.
     """
 
     arch: str
@@ -88,12 +101,15 @@ class Plan:
     walk: str
     out_buffer: str
     shift: float | None
+    slack: float
     polynomial: int
     bulk: bool
     approximate: bool
     exact: bool
+    code_by_group: bool
     smem_bytes: int
     registers: tuple[int, int]
+    max_scores: bool = False
 
     def __str__(self) -> str:
         return "\n".join(f"{f.name:16} {getattr(self, f.name)}" for f in fields(self))
@@ -104,19 +120,23 @@ def padded(head_dim: int) -> int:
     return next(width for width in _PADDED if width >= head_dim)
 
 
-def smem_bytes(tile: Tile, padded_dim: int, padded_dim_v: int, out_buffer: str, column_bytes: int = 0) -> int:
-    """Shared memory of a block of threads; `column_bytes` of values that a warpgroup shares for each column, twice."""
+def smem_bytes(tile: Tile, padded_dim: int, padded_dim_v: int, out_buffer: str, column_bytes: int = 0, diagonal_bytes: int = 0) -> int:
+    """Shared memory of a block of threads; `column_bytes` and `diagonal_bytes` of values that a warpgroup shares for each, twice."""
     own_out = tile.rows * padded_dim_v if out_buffer == "own" else 0
     streamed = tile.stages * tile.columns * (padded_dim + padded_dim_v)
-    columns = -(-2 * tile.groups * tile.columns * column_bytes // KIB) * KIB  # the next buffer is aligned
-    return _BARRIER_BYTES + columns + _ELEMENT_BYTES * (tile.rows * padded_dim + streamed + own_out)
+    shared = 2 * tile.groups * (tile.columns * column_bytes + tile.diagonals * diagonal_bytes)
+    shared = -(-shared // KIB) * KIB  # the next buffer is aligned
+    return _BARRIER_BYTES + shared + _ELEMENT_BYTES * (tile.rows * padded_dim + streamed + own_out)
 
 
-def out_buffer_for(tile: Tile, padded_dim: int, padded_dim_v: int, target: Target, column_bytes: int = 0) -> str | None:
+def out_buffer_for(
+    tile: Tile, padded_dim: int, padded_dim_v: int, target: Target, column_bytes: int = 0, diagonal_bytes: int = 0
+) -> str | None:
     """Where the output is staged: in its own memory if there is room, so that the next queries can arrive meanwhile; None: nothing fits."""
-    if smem_bytes(tile, padded_dim, padded_dim_v, "own", column_bytes) <= target.smem_bytes:
+    values = column_bytes, diagonal_bytes
+    if smem_bytes(tile, padded_dim, padded_dim_v, "own", *values) <= target.smem_bytes:
         return "own"
-    fits = padded_dim_v <= padded_dim and smem_bytes(tile, padded_dim, padded_dim_v, "queries", column_bytes) <= target.smem_bytes
+    fits = padded_dim_v <= padded_dim and smem_bytes(tile, padded_dim, padded_dim_v, "queries", *values) <= target.smem_bytes
     return "queries" if fits else None
 
 
@@ -138,18 +158,25 @@ _WIDE = {(128, 128): (((128, 160), (128, 128)), ((128, 160), (128, 144), (128, 1
 _ONE_BY_ONE = ((128, 64), (128, 32))  # an element's own load holds registers until it arrives; past _WIDEST_WITH_TURNS, the other way round
 _LAST_RESORT = ((128, 128), (128, 96), (128, 64), (128, 32))
 _MOST_FRAGMENTS = 180  # registers of a thread for scores, weights and output; what is left of 240 is for all else
+_MOST_COLUMNS_BY_DIAGONAL = 128
 _MOST_STATEMENTS = 4  # of an element, in the 160 registers of a thread of three warpgroups
 _WIDEST_WITH_TURNS = 128  # beyond, products are long enough to hide a softmax by themselves
+_WIDEST_WITH_SHARED_CODE = 128  # beyond, ptxas works out each product's addresses in registers of threads, unless they are constants
+# Of a maximum kept for longer weights are up to 2^8, of which 16 bits and float32 sums hold as many digits as of 1. A test and a branch pay
+# where there is much to rescale beside few scores, or where the softmax is the bottleneck; at Dv = 128 they lose 1 %.
+_SLACK = {64: 8.0, 256: 8.0}
+# Of a kernel without mask whose neighbouring tiles are heads of one key/value head, by (D, Dv).
+_IN_CLUSTERS = {(128, 128): (Tile(128, 160, 2, True, "static", 2),)}
 
 
-def reads_pairs(graph: Graph) -> bool:
-    """Whether a captured tensor is read for each element of a block by itself."""
-    return print_kernel(graph, approximate=False, exact=False).loads_elements
+def reads_pairs(graph: Graph, diagonals: bool = True) -> bool:
+    """Whether a captured tensor is read for each element of a block by itself; `diagonals`: values of those are read once."""
+    return print_kernel(graph, approximate=False, exact=False, diagonals=diagonals).loads_elements
 
 
-def candidates(graph: Graph, target: Target, padded_dim: int, padded_dim_v: int) -> list[Tile]:
-    """Tiles worth timing, best guess first. All fit the target's shared memory."""
-    kernel = print_kernel(graph, approximate=False, exact=False)
+def candidates(graph: Graph, target: Target, padded_dim: int, padded_dim_v: int, group: int = 1) -> list[Tile]:
+    """Tiles worth timing, best guess first, for `group` query heads of a key/value head. All fit the target's shared memory."""
+    kernel = print_kernel(graph, approximate=False, exact=False, diagonals=True)
     has_mask = graph.mask is not None
     if kernel.loads_elements:
         sizes = _ONE_BY_ONE if max(padded_dim, padded_dim_v) <= _WIDEST_WITH_TURNS else _ONE_BY_ONE[::-1]
@@ -159,11 +186,13 @@ def candidates(graph: Graph, target: Target, padded_dim: int, padded_dim_v: int)
         if has_mask and kernel.stop and not kernel.first and not kernel.allowed:
             wide = _WIDE.get((padded_dim, padded_dim_v))
             sizes = wide[kernel.modifies + _costs_special_functions(graph)] if wide is not None else sizes
-    found = []
+        if kernel.diagonals:  # they are in registers while the scores are modified
+            sizes = tuple(size for size in sizes if size[0] <= 2 * GROUP_ROWS and size[1] <= _MOST_COLUMNS_BY_DIAGONAL)
+    found = list(_IN_CLUSTERS.get((padded_dim, padded_dim_v), ())) if not has_mask and not kernel.modifies and group % 2 == 0 else []
     for rows, columns in sizes:
         turns = max(padded_dim, padded_dim_v) <= _WIDEST_WITH_TURNS and rows > GROUP_ROWS
         tile = Tile(rows, columns, 2, turns, "static")
-        out_buffer = out_buffer_for(tile, padded_dim, padded_dim_v, target, kernel.column_bytes)
+        out_buffer = out_buffer_for(tile, padded_dim, padded_dim_v, target, kernel.column_bytes, kernel.diagonal_bytes)
         if out_buffer is None or (tile.groups == 3 and kernel.statements > _MOST_STATEMENTS):
             continue
         # A tile that waits until its queries' memory is free again gains nothing from being known before.
@@ -201,6 +230,7 @@ def make_plan(
     bulk: bool = True,
     precision: str = "fast",
     tile: Tile | None = None,
+    max_scores: bool = False,
 ) -> Plan:
     """The default plan.
 
@@ -212,6 +242,7 @@ def make_plan(
         bulk: the tensors allow bulk copies (16-byte aligned base and strides).
         precision: "fast", "tf32" (the same here) or "exact" (no hardware approximations).
         tile: replaces the computed one.
+        max_scores: also return the largest score of each row, which then keeps a running maximum whatever bounds prove.
 
     Raises:
         UnsupportedError: the architecture, dtype or head dimension has no kernel.
@@ -220,21 +251,29 @@ def make_plan(
     wide, wide_v = padded(head_dim), padded(head_dim_v)
     exact = precision == "exact"
     approximate = not exact and dtype == "bfloat16"
-    column_bytes = print_kernel(graph, approximate=approximate, exact=exact).column_bytes
+    kernel = print_kernel(graph, approximate=approximate, exact=exact, diagonals=True)
+    shared = kernel.column_bytes, kernel.diagonal_bytes
     if tile is None:
-        fitting = candidates(graph, target, wide, wide_v)
+        fitting = candidates(graph, target, wide, wide_v, group)
         if not fitting:
             raise UnsupportedError(
-                f"head dimensions ({head_dim}, {head_dim_v}) with {column_bytes} bytes of captured values a key on the cute backend: "
+                f"head dimensions ({head_dim}, {head_dim_v}) with {sum(shared)} bytes of captured values a key on the cute backend: "
                 f"no tile fits {target.smem_bytes} bytes of shared memory"
             )
         tile = fitting[0]
-    out_buffer = out_buffer_for(tile, wide, wide_v, target, column_bytes)
+    out_buffer = out_buffer_for(tile, wide, wide_v, target, *shared)
     if out_buffer is None or tile.rows % GROUP_ROWS or tile.groups not in REGISTERS or tile.scheduler not in SCHEDULERS:
         raise UnsupportedError(
             f"tile {tile} on the cute backend: it does not fit {target.arch} at head dimensions ({head_dim}, {head_dim_v})"
         )
-    shift = None if exact else shift_of(graph, dtype)
+    if tile.cluster > 1 and not (
+        tile.cluster in _CLUSTERS and group % tile.cluster == 0 and graph.mask is None and tile.scheduler == "static"
+    ):
+        raise UnsupportedError(
+            f"tile {tile} on the cute backend: clusters are of 2, static, and for kernels without a mask whose tiles side by side are heads "
+            f"of one key/value head; this one {'has a mask' if graph.mask is not None else f'has {group} of them'}"
+        )
+    shift = None if exact or max_scores else shift_of(graph, dtype)
     return Plan(
         arch=target.arch,
         dtype=dtype,
@@ -247,12 +286,15 @@ def make_plan(
         walk="dense" if graph.mask is None else "runs",
         out_buffer=out_buffer,
         shift=shift,
+        slack=_SLACK.get(wide_v, 0.0) if shift is None and not max_scores else 0.0,
         polynomial=2 if shift is not None and _costs_special_functions(graph) else 0,
         bulk=bulk and head_dim % 8 == head_dim_v % 8 == 0,
         approximate=approximate,
         exact=exact,
-        smem_bytes=smem_bytes(tile, wide, wide_v, out_buffer, column_bytes),
+        code_by_group=max(wide, wide_v) > _WIDEST_WITH_SHARED_CODE and tile.groups > 1,
+        smem_bytes=smem_bytes(tile, wide, wide_v, out_buffer, *shared),
         registers=REGISTERS[tile.groups],
+        max_scores=max_scores,
     )
 
 

@@ -296,13 +296,14 @@ class Machine:
             return Buffer(*sizes[name])
         if name == "slots":
             return Memory(np.zeros(16, np.int32), (8, 2), (1, 8))
-        kind = self.staged_types[name]
-        return Memory(np.zeros(self.columns * 2 * self.groups, kind.kind), (self.columns, 2 * self.groups), (1, self.columns), kind=kind)
+        kind, count = self.staged_types[name]
+        return Memory(np.zeros(count * 2 * self.groups, kind.kind), (count, 2 * self.groups), (1, count), kind=kind)
 
     def stage_bytes(self, dtype: Any, layout: str) -> int:
         return {"q": 64 * self.d, "k": self.columns * self.d, "v": self.columns * self.dv}[layout] * 2
 
-    def load_pipeline(self, name: str, stages: int, stage_bytes: int, readers: int) -> Pipeline:
+    def load_pipeline(self, name: str, stages: int, stage_bytes: int, readers: int, sharers: int = 1) -> Pipeline:
+        """Blocks of a cluster run by themselves here: each loads all."""
         return self.block.once(name, lambda: Pipeline(self.block, name, stages, stage_bytes, readers))
 
     def queue_pipeline(self, name: str, readers: int) -> Pipeline:
@@ -310,13 +311,13 @@ class Machine:
 
     # --- copies ---
 
-    def copy_pair(self, atom: str, shared: Any, tiles: Boxes) -> tuple[Any, Boxes]:
+    def copy_pair(self, atom: str, shared: Any, tiles: Boxes, sharers: int = 1, rank: Any = 0) -> tuple[Any, Boxes]:
         return shared, tiles
 
     def local_tile(self, view: Any, box: tuple[int, int], where: Any) -> Boxes:
         return Boxes(view.matrix, box[0] if where[0] is None else box[1])
 
-    def copy(self, atom: Any, source: Any, target: Any, tma_bar_ptr: Barrier | None = None) -> None:
+    def copy(self, atom: Any, source: Any, target: Any, tma_bar_ptr: Barrier | None = None, mcast_mask: Any = None) -> None:
         if atom == "store":
             # As late as may be: when the warp waits for it.
             _here.stores.append(lambda: self._stored(source, target))
@@ -395,19 +396,22 @@ def simulate(
     section: int = 2,
     seed: int = 0,
     staged: Sequence[Any] = (),
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and lse of a generated module's kernel, run warp by warp.
+) -> tuple[torch.Tensor, ...]:
+    """Output, lse and perhaps the largest scores of a generated module's kernel, run warp by warp.
 
     Args:
         blocks: blocks of threads, where the plan does not start one for each tile.
-        staged: `Kernel.staged`, for the types of what warpgroups share.
+        staged: `Kernel.staged` and `Kernel.diagonals`, for the types of what warpgroups share.
     """
 
     def rounded(x: np.ndarray) -> np.ndarray:
         return torch.from_numpy(np.ascontiguousarray(x)).to(q.dtype).float().numpy()
 
     machine = Machine(plan, rounded)
-    machine.staged_types = {value.name: getattr(stand_in, value.type) for value in staged}  # type: ignore[attr-defined]
+    columns = plan.forward.columns
+    machine.staged_types = {  # type: ignore[attr-defined]
+        value.name: (getattr(stand_in, value.type), plan.forward.diagonals if value.by_diagonal else columns) for value in staged
+    }
     library = tile_library()
     hardware = {
         name: getattr(machine, name)
@@ -443,6 +447,9 @@ def simulate(
         "block_idx": lambda: (Int32(_here.block.number), 0, 0),
         "grid_dim": lambda: (Int32(_here.block.grid), 0, 0),
         "warp_idx": lambda: Int32(_here.warp),
+        "block_idx_in_cluster": lambda: Int32(_here.block.number % plan.forward.cluster),
+        "cluster_arrive": lambda: None,
+        "cluster_wait": lambda: None,
         "setmaxregister_decrease": lambda n: None,
         "setmaxregister_increase": lambda n: None,
         "cp_async_bulk_commit_group": lambda: None,
@@ -464,7 +471,7 @@ def simulate(
         "cute": SimpleNamespace(**cute),
         "tiles": tiles,
         "warpgroup": warpgroup,
-        "pipeline": SimpleNamespace(pipeline_init_arrive=lambda: None, pipeline_init_wait=lambda: None),
+        "pipeline": SimpleNamespace(pipeline_init_arrive=lambda *_: None, pipeline_init_wait=lambda *_: None),
         "cpasync": SimpleNamespace(prefetch_descriptor=lambda atom: None),
         "SmemAllocator": lambda: SimpleNamespace(allocate=lambda Shared: machine.storage()),
         "Launcher": lambda *args, **_: None,
@@ -475,7 +482,6 @@ def simulate(
     }
     kernel = executed(text, names)["forward_kernel"]
     out = torch.full((*q.shape[:3], v.shape[3]), float("nan"), dtype=q.dtype)
-    lse = torch.full(q.shape[:3], float("nan"))
     arguments: list[Any] = []
     if walk is not None:
         arguments += [captured_memory(x) for x in (walk.rows, walk.partial, walk.full, walk.order)]
@@ -487,14 +493,15 @@ def simulate(
     arguments += [Float32(s) if isinstance(s, float) else Int32(s) for s in scalars]
     total = -(-q.shape[2] // plan.forward.rows) * q.shape[0] * q.shape[1]
     grid = total if plan.forward.scheduler == "grid" else min(total, blocks)
-    flat_lse = Memory(lse.view(-1).numpy())
+    results = [torch.full(q.shape[:3], float("nan")) for _ in range(1 + plan.max_scores)]
+    flat = [Memory(result.view(-1).numpy()) for result in results]
 
     def run_warp(block: Block, warp: int) -> None:
         _here.block, _here.warp, _here.products, _here.stores = block, warp, [], []
         try:
             with np.errstate(all="ignore"):
                 kernel(
-                    *("load", Global(q), "load", Global(k), "load", Global(v, True), "store", Global(out), flat_lse),
+                    *("load", Global(q), "load", Global(k), "load", Global(v, True), "store", Global(out), *flat),
                     *arguments,
                     *(product, product, *(_Layout(name) for name in "q k v out".split()), None),
                 )
@@ -521,7 +528,7 @@ def simulate(
         if block.failure is not None:
             raise block.failure
     assert counter.item() == 0, "the next kernel finds no 0 in the counter"
-    return out, lse
+    return out, *results
 
 
 class _Layout(str):

@@ -345,13 +345,14 @@ def _reduced(function: Callable[[Any, Any], Any]) -> Callable[..., Num]:
     return operation
 
 
-def _atomic_add(pointer: Pointer, value: Any) -> Num:
-    assert lanes_on().sum() == 1, "one lane adds"
+def _atomic_add(pointer: Pointer, value: Any, sem: str = "", scope: str = "") -> Num:
+    on = lanes_on()
+    memory = pointer.memory
+    places = memory.first + spread(pointer.offset).astype(np.int64)
     with _atomic:
-        place = pointer.memory.first + int(spread(pointer.offset)[lanes_on()][0])
-        old = int(pointer.memory.flat[place])
-        pointer.memory.flat[place] += int(value)
-    return Int32(np.full(LANES, old))
+        old = memory.flat[places.clip(0, len(memory.flat) - 1)]
+        np.add.at(memory.flat, places[on], spread(value)[on].astype(memory.flat.dtype))
+    return memory.kind(old)
 
 
 _atomic = threading.Lock()
@@ -384,6 +385,7 @@ arch = SimpleNamespace(
     lane_idx=lambda: Int32(np.arange(LANES)),
     shuffle_sync=lambda x, lane: type(x)(spread(x)[lane]),
     atomic_add=_atomic_add,
+    vote_any_sync=lambda x: Boolean(bool(np.any(x.value))),
     sync_warp=lambda: None,
     make_warp_uniform=lambda x: typed(x),
     fence_proxy=lambda *args, **_: None,
@@ -407,6 +409,7 @@ cute = SimpleNamespace(
 cutlass = SimpleNamespace(
     Constexpr=object,
     const_expr=_same,
+    Int16=int,
     range_constexpr=range,
     range=_numbers,
     select_=_select,

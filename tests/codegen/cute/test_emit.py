@@ -38,7 +38,7 @@ TEMPLATES = ("cute/forward.py.j2", "cute/host.py.j2")
 
 
 def printed(*functions) -> Kernel:
-    return print_kernel(lowered(*functions), approximate=True, exact=False)
+    return print_kernel(lowered(*functions), approximate=True, exact=False, diagonals=True)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -203,13 +203,51 @@ def test_column_values_from_memory_are_shared_and_others_are_not():
     assert printed(*VARIANTS["gated"]).staged == []
 
 
-def test_every_read_is_guarded_and_64_bit():
+def test_values_of_diagonals_are_worked_out_once_for_each():
+    """Buckets, load and factors; an element adds what it finds, and the lower row takes what the upper one met eight columns before."""
+    kernel = printed(*VARIANTS["bucketed"])
+    (value,) = kernel.diagonals
+    assert (value.type, value.masked, value.by_diagonal) == ("Float32", False, True)
+    assert kernel.stages_scores and kernel.diagonal_bytes == 4 and not kernel.loads_elements
+    assert [re.sub(r"\bx\d+\b", "x", line) for line in kernel.element] == ["x = raw * x", f"x = x + {value.name}"]
+    assert sum("cute.math.log2(" in line for line in kernel.along) == sum("tiles.element(" in line for line in kernel.along) == 1
+    assert not kernel.reads_rows and not kernel.reads_columns and "q_idx" not in "".join(kernel.shared)
+    text = text_of(*VARIANTS["bucketed"])
+    assert "tiles.element(" not in function(text, "block_scores") and "tiles.element(" in function(text, "block_diagonals")
+    (_, every) = loops(text, "all")
+    order = ["begin_scores(", "block_diagonals(", "group_barrier(", "read_diagonals(", "wait_group(1)", "block_scores("]
+    places = [every.index(step) for step in order]
+    assert places == sorted(places) and all(every.count(step) == 1 for step in order), "all of it under the products"
+
+
+def test_diagonals_of_a_mask_are_worked_out_in_partial_blocks_only():
+    kernel = printed(None, VARIANTS["stepped"][1])
+    assert [(value.type, value.is_truth, value.masked) for value in kernel.diagonals] == [("Int32", True, True)]
+    assert not kernel.along and kernel.mask_along and not kernel.stages_scores
+    text = text_of(None, VARIANTS["stepped"][1])
+    (_, partial), (_, full) = loops(text, "partial"), loops(text, "full")
+    assert "block_diagonals(" in partial and "block_diagonals(" not in full and "group_barrier" not in full
+
+
+def test_cheap_values_of_diagonals_are_not_shared():
+    assert not printed(alibi, causal).diagonals and not printed(None, window).diagonals
+    kernel = printed(lambda s, b, h, q, k: s * torch.exp(-0.01 * (q - k)), causal)
+    assert len(kernel.diagonals) == 1 and not any("exp" in line for line in kernel.element), "the special-function unit is not cheap"
+
+
+def test_values_of_pairs_are_read_by_each_element():
+    kernel = printed(*VARIANTS["pair bias"])
+    assert kernel.loads_elements and not kernel.diagonals
+
+
+@pytest.mark.parametrize("index, place", [(lambda i, j: i - 2 * j, "element"), (lambda i, j: i - j, "along")], ids=["pair", "diagonal"])
+def test_every_read_is_guarded_and_64_bit(index, place):
     def score_mod(score, batch, head, q_idx, kv_idx):
-        return score + PAIR_BIAS[head, q_idx - kv_idx, 3]
+        return score + PAIR_BIAS[head, index(q_idx, kv_idx), 3]
 
     kernel = printed(score_mod, None)
-    (load,) = [line for line in kernel.element if "tiles.element(" in line]
-    text = "\n".join(kernel.tile + kernel.row + kernel.column + kernel.element)
+    (load,) = [line for line in getattr(kernel, place) if "tiles.element(" in line]
+    text = "\n".join(kernel.tile + kernel.row + kernel.column + kernel.element + kernel.along)
     assert text.count(".shape[0])") == text.count(".shape[2])") == 1 and text.count(".shape[1])") >= 1
     assert "_i1 = tiles.choose(" in text and ">= 0)" in text, "a negative index counts from the end"
     assert len(re.findall(r"Int64\([^()]+\) \* u_PAIR_BIAS\.stride", text)) == 3
@@ -239,7 +277,8 @@ def test_holes_of_the_templates_are_what_emit_passes(monkeypatch):
 
 def test_templates_read_every_field_of_a_kernel_and_nothing_else():
     source = re.sub(r"{#.*?#}", "", "".join(map(template_source, TEMPLATES)), flags=re.DOTALL)
-    known = {f.name for f in fields(Kernel)} - {"factor"} | {"stages_scores", "staged_for_mask"}  # the factor: the backward kernel's
+    known = {f.name for f in fields(Kernel)} - {"factor"}  # the backward kernel's
+    known |= {"stages_scores", "staged_for_mask"}
     assert set(re.findall(r"\bkernel\.(?!py)(\w+)", source)) == known
     assert set(re.findall(r"\bplan\.(\w+)", source)) <= {f.name for f in fields(Plan)}
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -75,3 +78,41 @@ def test_heads_that_share_the_cache_are_worked_on_together(tmp_path):
     assert module.entries_per_section(64, many, 1) == 64 and module.entries_per_section(64, many, 0) == 64
     assert module.entries_per_section(64, many // 16, HOPPER.l2_bytes) == 16, "tiles of fewer heads could not be shared out evenly"
     assert module.entries_per_section(60, many, HOPPER.l2_bytes // 16) == 32, "two sections of nearly one size, of whole groups"
+
+
+HOSTS = """
+import builtins, dis, sys, types
+from pathlib import Path
+from flexc.codegen.cute import emit, emit_backward
+from flexc.runtime.cute_module import LaterFunction, load_cute_module
+from tests.codegen.cute import texts
+from tests.codegen.cute.test_backward_emit import planned as planned_backward
+
+def check(text):
+    module = load_cute_module(text, Path(sys.argv[1]) / "kernel.py")
+    functions = [f for f in vars(module).values() if isinstance(f, types.FunctionType) and f.__module__ == module.__name__]
+    names = {i.argval for f in functions for i in dis.get_instructions(f) if i.opname == "LOAD_GLOBAL"}
+    missing = sorted(name for name in names if name not in vars(module) and not hasattr(builtins, name))
+    assert functions and not missing, missing
+    assert all(isinstance(launcher.function, LaterFunction) for launcher in module.LAUNCHERS.values())
+
+for variant in texts.VARIANTS.values():
+    for sizes in ({}, {"head_dim": 72, "head_dim_v": 40}):
+        graph = texts.lowered(*variant)
+        check(emit(graph, texts.planned(graph, **sizes), texts.HOPPER))
+        try:
+            plan = planned_backward(graph, **sizes)
+        except Exception as error:
+            assert type(error).__name__ == "UnsupportedError", error
+        else:
+            check(emit_backward(graph, plan, texts.HOPPER))
+assert "cutlass" not in sys.modules
+print("checked")
+"""
+
+
+def test_hosts_of_all_variants_are_loaded_without_the_dsl(tmp_path):
+    """What a host function reads is there before the kernels are."""
+    command = [sys.executable, "-c", HOSTS, str(tmp_path)]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": "."}, capture_output=True, text=True, check=False)
+    assert done.stdout == "checked\n", done.stderr

@@ -9,7 +9,7 @@ from flexc.codegen.cute import Tile, candidates, make_plan, map_blocks
 from flexc.codegen.cute.plan import REGISTERS, padded, shift_of, smem_bytes
 from flexc.errors import UnsupportedError
 from flexc.target import KNOWN, Target
-from tests.codegen.cute.texts import HOPPER, VARIANTS, causal, lowered, planned, softcap
+from tests.codegen.cute.texts import HOPPER, VARIANTS, causal, lowered, planned, relative_bias, softcap, window
 
 WIDE = torch.arange(900)
 HEAD_DIMS = [(1, 1), (64, 64), (72, 40), (96, 96), (128, 128), (192, 128), (128, 192), (64, 256), (256, 64), (192, 192), (256, 256)]
@@ -39,6 +39,20 @@ def test_shared_memory_is_the_sum_of_the_buffers():
     assert smem_bytes(tile, 128, 128, "queries") - buffers == smem_bytes(tile, 64, 64, "queries") - 2 * (128 * 64 + 2 * 128 * 128)
     assert smem_bytes(tile, 128, 128, "own") - smem_bytes(tile, 128, 128, "queries") == 2 * 128 * 128
     assert smem_bytes(tile, 128, 128, "own", 4) - smem_bytes(tile, 128, 128, "own") == 2 * 2 * 128 * 4
+    assert smem_bytes(tile, 128, 128, "own", 0, 4) - smem_bytes(tile, 128, 128, "own") == 2 * 2 * 256 * 4
+
+
+@pytest.mark.parametrize("columns, diagonals", [(64, 128), (65, 128), (66, 256), (128, 256), (176, 256)])
+def test_each_thread_works_out_as_many_diagonals(columns, diagonals):
+    """64 rows and 65 columns meet 128 diagonals."""
+    assert Tile(128, columns).diagonals == diagonals
+
+
+@pytest.mark.parametrize("width", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("mask", [None, causal, window])
+def test_tiles_of_values_of_diagonals_are_narrow(width, mask):
+    found = candidates(lowered(relative_bias, mask), HOPPER, width, width)
+    assert found and all(tile.rows == 128 and tile.columns <= 128 for tile in found)
 
 
 @pytest.mark.parametrize("groups", REGISTERS)
@@ -80,6 +94,41 @@ def test_the_map_has_the_tiles_blocks():
 def test_what_has_no_kernel_is_refused(changes, message):
     with pytest.raises(UnsupportedError, match=message):
         planned(lowered(None, causal), **changes)
+
+
+CLUSTER = Tile(128, 160, 2, True, "static", 2)
+
+
+def test_heads_of_one_key_value_head_share_their_loads():
+    """Where tiles side by side are such heads and walk the same blocks; else each loads for itself."""
+    plain = lowered(None, None)
+    assert planned(plain, head_dim=128, group=8).forward == CLUSTER
+    others = (plain, 1), (plain, 3), (lowered(None, causal), 8), (lowered(softcap, None), 8)
+    assert all(planned(graph, head_dim=128, group=group).forward.cluster == 1 for graph, group in others)
+    assert "clusters of 2" in str(CLUSTER)
+
+
+@pytest.mark.parametrize(
+    "mask, changes",
+    [
+        (None, {"group": 3, "tile": CLUSTER}),
+        (None, {"group": 1, "tile": CLUSTER}),
+        (causal, {"group": 8, "tile": CLUSTER}),
+        (None, {"group": 8, "tile": Tile(128, 160, 2, True, "dynamic", 2)}),
+        (None, {"group": 8, "tile": Tile(128, 160, 2, True, "static", 4)}),
+    ],
+)
+def test_clusters_that_do_not_share_keys_are_refused(mask, changes):
+    with pytest.raises(UnsupportedError, match="clusters are of 2, static, and for kernels without a mask"):
+        planned(lowered(None, mask), head_dim=128, **changes)
+
+
+def test_a_maximum_is_kept_longer_where_that_pays():
+    plain = lowered(None, None)
+    assert [planned(plain, head_dim=d, head_dim_v=d).slack for d in (64, 128, 256)] == [8.0, 0.0, 8.0]
+    assert planned(plain, head_dim=256, head_dim_v=256, max_scores=True).slack == 0.0, "the largest score itself is asked for"
+    assert planned(lowered(softcap, causal), head_dim=64, head_dim_v=64).slack == 0.0, "there is no maximum"
+    assert [planned(plain, head_dim=d).code_by_group for d in (64, 128, 192, 256)] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("target", [t for t in KNOWN.values() if t.arch != "sm_90a"], ids=lambda t: t.arch)

@@ -18,8 +18,11 @@ from tests.codegen.cute.simulated import Stuck, simulate
 from tests.codegen.cute.texts import HOPPER, VARIANTS, lowered, planned
 
 
-def run(functions, *, head_dim=64, head_dim_v=None, tile=None, dtype=torch.bfloat16, seed=0, change=None, **given):
-    """(out, lse, the inputs) of the kernel for these functions, whose text `change` may edit. Sizes and options of `simulate`: `given`."""
+def run(functions, *, head_dim=64, head_dim_v=None, tile=None, dtype=torch.bfloat16, seed=0, change=None, max_scores=False, **given):
+    """(out, lse, the inputs, and the largest scores if asked for) of the kernel for these functions, whose text `change` may edit.
+
+    Sizes and options of `simulate`: `given`.
+    """
     batch, heads, kv_heads = given.pop("batch", 1), given.pop("heads", 2), given.pop("kv_heads", 1)
     q_len, kv_len = given.pop("q_len", 300), given.pop("kv_len", 300)
     head_dim_v = head_dim_v or head_dim
@@ -29,9 +32,9 @@ def run(functions, *, head_dim=64, head_dim_v=None, tile=None, dtype=torch.bfloa
         for n, length, width in ((heads, q_len, head_dim), (kv_heads, kv_len, head_dim), (kv_heads, kv_len, head_dim_v))
     )
     graph = lowered(*functions)
-    plan = planned(
-        graph, dtype=str(dtype).removeprefix("torch."), head_dim=head_dim, head_dim_v=head_dim_v, group=heads // kv_heads, tile=tile
-    )
+    name = str(dtype).removeprefix("torch.")
+    sizes = {"head_dim": head_dim, "head_dim_v": head_dim_v, "group": heads // kv_heads}
+    plan = planned(graph, dtype=name, **sizes, tile=tile, max_scores=max_scores)
     text = emit(graph, plan, HOPPER)
     if change is not None:
         changed = change(text)
@@ -52,11 +55,12 @@ def run(functions, *, head_dim=64, head_dim_v=None, tile=None, dtype=torch.bfloa
             scalars=[binding.scalars[slot] for slot in alone.scalar_slots],
             device=torch.device("cpu"),
         ).row_walk()
-    kernel = print_kernel(graph, approximate=plan.approximate, exact=plan.exact)
-    out, lse = simulate(
-        text, plan, q, k, v, head_dim**-0.5, binding.tensors, binding.scalars, walk, staged=kernel.staged, seed=seed, **given
+    kernel = print_kernel(graph, approximate=plan.approximate, exact=plan.exact, diagonals=True)
+    staged = [*kernel.staged, *kernel.diagonals]
+    out, lse, *largest = simulate(
+        text, plan, q, k, v, head_dim**-0.5, binding.tensors, binding.scalars, walk, staged=staged, seed=seed, **given
     )
-    return out, lse, (q, k, v)
+    return out, lse, (q, k, v), *largest
 
 
 def check(functions, **given) -> None:
@@ -94,6 +98,17 @@ CASES = {
     "one key": ("causal", {"q_len": 64, "kv_len": 1}),
     "float16, bounded": ("softcap", {"dtype": torch.float16}),
     "wide heads": ("alibi", {"head_dim": 256, "q_len": 140}),
+    "diagonals in one warpgroup": ("relative bias", {"tile": Tile(64, 128, 2, False, "dynamic")}),
+    "diagonals of ragged tiles, grouped heads": (
+        "bucketed",
+        {"batch": 2, "heads": 4, "kv_heads": 2, "q_len": 77, "kv_len": 333, "head_dim": 72, "head_dim_v": 40, "tile": Tile(128, 64)},
+    ),
+    "heads of a cluster": (
+        "plain",
+        {"batch": 2, "heads": 4, "kv_heads": 2, "q_len": 200, "head_dim": 128, "blocks": 4, "tile": Tile(128, 160, 2, True, "static", 2)},
+    ),
+    "code for each warpgroup, rows without keys": ("hole", {"q_len": 200, "head_dim": 160, "head_dim_v": 256, "heads": 1}),
+    "diagonals, more queries than keys": ("bucketed", {"q_len": 390, "kv_len": 100, "tile": Tile(128, 176, 2, True, "static")}),
 }
 
 
@@ -101,6 +116,43 @@ CASES = {
 def test_a_kernel_in_every_shape(case):
     name, given = CASES[case]
     check(VARIANTS[name], **given)
+
+
+@pytest.mark.parametrize("name", ["plain", "hole", "alibi", "softcap"])
+def test_a_kernel_returns_the_largest_scores(name):
+    """Of a row without keys too, of a score whose part of the row is taken out of the loop, and of one that needs no maximum by itself."""
+    out, lse, (q, k, _), largest = run(VARIANTS[name], max_scores=True, q_len=150)
+    truth = flexc.reference.__globals__["largest_scores"](*VARIANTS[name], q, k).float()
+    torch.testing.assert_close(largest, truth, rtol=1e-5, atol=1e-5)
+    plain = run(VARIANTS[name], q_len=150)
+    torch.testing.assert_close(lse, plain[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out.float(), plain[0].float(), rtol=1e-2, atol=1e-2)
+
+
+def rising(slope):
+    """Scores that grow or fall by `slope` a key: the later keys of a row outgrow its earlier maximum, or never do."""
+
+    def score_mod(score, batch, head, q_idx, kv_idx):
+        return score + slope * kv_idx
+
+    return score_mod
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.02, 0.06, 0.5, 3.0, -0.5])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_a_maximum_is_kept_until_scores_outgrow_it(head_dim, slope):
+    """Blocks of 64 keys; the slack is 8 in base 2, so that at 0.06 a key every other block or so makes a row's output shrink."""
+    sizes = {"head_dim": head_dim, "heads": 1, "q_len": 80, "kv_len": 400, "tile": Tile(128, 64, 2, False, "static")}
+    check((rising(slope), VARIANTS["hole"][1]), **sizes)
+
+
+def test_a_maximum_that_is_never_renewed_is_noticed():
+    def change(text: str) -> str:
+        return text.replace("if grown:", "if False:")
+
+    functions, sizes = (rising(-0.5), None), {"heads": 1, "q_len": 80, "kv_len": 400, "tile": Tile(128, 64, 2, False, "static")}
+    wrong, right = run(functions, change=change, **sizes), run(functions, **sizes)
+    assert (wrong[0].float() - right[0].float()).abs().max() > 0.05
 
 
 # --- the simulation notices what would go wrong on the device -----------------------------------------------------------------------------

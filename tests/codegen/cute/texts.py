@@ -25,6 +25,10 @@ PAIR_BIAS = torch.randn(4, 300, 320, generator=torch.Generator().manual_seed(1))
 TABLE = torch.randn(4, 64, generator=torch.Generator().manual_seed(2)).half()
 ALLOWED = torch.rand(700, generator=torch.Generator().manual_seed(3)) > 0.3
 WEIGHT = torch.tensor(1.5)
+DISTANCES = torch.randn(150, generator=torch.Generator().manual_seed(4))
+BUCKETS = torch.randn(32, 4, generator=torch.Generator().manual_seed(5)).bfloat16()
+STEPS = torch.randint(-3, 4, (801,), generator=torch.Generator().manual_seed(6))
+NEAR = torch.rand(700, generator=torch.Generator().manual_seed(7)) > 0.4
 
 
 def alibi(score, batch, head, q_idx, kv_idx):
@@ -45,6 +49,28 @@ def pair_bias(score, batch, head, q_idx, kv_idx):
 
 def relative_bias(score, batch, head, q_idx, kv_idx):
     return score + TABLE[head, (q_idx - kv_idx) % 64]
+
+
+def bucketed(score, batch, head, q_idx, kv_idx):
+    """T5's buckets: exact below 8, logarithmic up to 128, for each direction."""
+    distance = kv_idx - q_idx
+    far = torch.abs(distance)
+    large = 8 + (torch.log2(torch.clamp(far, min=1).float() / 8) * 2).to(torch.int32)
+    bucket = torch.where(distance > 0, 16, 0) + torch.where(far < 8, far, torch.clamp(large, max=15))
+    return score + BUCKETS[bucket, head]
+
+
+def short_distances(score, batch, head, q_idx, kv_idx):
+    """Pairs that `window` forbids would read past the end of the table, or from its end backwards."""
+    return score * DISTANCES[q_idx - kv_idx] - SLOPES[head] * (q_idx - kv_idx)
+
+
+def stepped(score, batch, head, q_idx, kv_idx):
+    return torch.tanh(score * 0.1) + STEPS[q_idx - kv_idx + 400] * 0.5 + KEY_BIAS[kv_idx]
+
+
+def near(batch, head, q_idx, kv_idx):
+    return NEAR[torch.abs(q_idx - kv_idx)] | (kv_idx < 10)
 
 
 def leaky(score, batch, head, q_idx, kv_idx):
@@ -109,6 +135,9 @@ VARIANTS: dict[str, tuple[Callable[..., Any] | None, Callable[..., Any] | None]]
     "key bias": (key_bias, causal),
     "pair bias": (pair_bias, None),
     "relative bias": (relative_bias, window),
+    "bucketed": (bucketed, None),
+    "short distances": (short_distances, window),
+    "stepped": (stepped, near),
     "leaky": (leaky, prefix),
     "gated": (gated, causal),
 }
