@@ -2,6 +2,7 @@
 
     python benchmarks/attention.py                                                # bf16, B2 H16 S8192 D128, every pattern
     python benchmarks/attention.py --shape 1,64,8,32768,32768,128 --out results/h200.jsonl
+    python benchmarks/attention.py --suite shapes,weak_spots --side-by-side       # other lengths and head dimensions; where peers are weak
     python benchmarks/attention.py --side-by-side --out results/h200.jsonl        # compile all patterns at once, measure one at a time
     python benchmarks/attention.py --compare results/h200.jsonl                   # the table of measurements taken before
 
@@ -23,6 +24,22 @@ from patterns import NAMES, pattern
 from systems import DEFAULT, SYSTEMS, Case, Missing, Prepared, Shape
 from turns import in_turns, wait_for_turn
 
+# By name: shapes, and the patterns of each.
+PATTERNS = tuple(name for name in NAMES if name != "sliding_128")
+SUITES: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
+    "patterns": (("2,16,16,8192,8192,128", PATTERNS),),
+    "shapes": tuple(
+        (shape, ("full", "causal"))
+        for shape in ("8,16,16,2048,2048,128", "1,64,8,32768,32768,128", "2,16,16,8192,8192,64", "2,16,16,8192,8192,256")
+    ),
+    # What is short beside its beginning and end, or leaves SMs idle, or fills shared memory.
+    "weak_spots": (
+        ("2,128,128,8192,8192,64", ("sliding_128",)),
+        ("1,9,9,2048,62208,128", ("full",)),
+        ("2,128,128,8192,8192,192,128", ("full", "causal")),
+        ("1,32,2,8192,8192,256", ("causal",)),
+    ),
+}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -151,7 +168,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description="Measure flexc and its peers side by side.")
     parser.add_argument("--shape", type=shape, action="append", metavar="B,Hq,Hkv,Sq,Skv,D[,Dv]", help="repeatable (2,16,16,8192,8192,128)")
-    parser.add_argument("--patterns", type=listed(NAMES), default=list(NAMES), help=f"of {','.join(NAMES)}")
+    parser.add_argument("--patterns", type=listed(NAMES), help=f"of {','.join(NAMES)}")
+    parser.add_argument("--suite", type=listed(list(SUITES)), help=f"in place of --shape: cases of {','.join(SUITES)}")
     parser.add_argument("--systems", type=listed(list(SYSTEMS)), default=list(DEFAULT), help=f"of {','.join(SYSTEMS)}")
     parser.add_argument("--directions", type=listed(["fwd", "bwd"]), default=["fwd", "bwd"], help="of fwd,bwd")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
@@ -183,44 +201,51 @@ def main(argv: Sequence[str] | None = None) -> list[tables.Record]:
             skipped.add(line)
         print(f"  {line}", flush=True)
 
-    shapes = options.shape or [Shape.parse("2,16,16,8192,8192,128")]
+    cases = chosen(options)
     if options.side_by_side:
-        return side_by_side(options, shapes)
+        return side_by_side(options, cases)
     device = torch.device(options.device)
     records: list[tables.Record] = []
-    for shape in shapes:
-        for name in options.patterns:
-            print(f"{name}, {shape} {options.dtype}", flush=True)
-            try:
-                asked = (options.systems, options.directions, options.dtype, options.rounds)
-                found = measure(shape, name, *asked, device, report, options.commit, *([wait_for_turn] if options.in_turn else []))
-            except Exception as error:
-                report(f"{name}, {shape}: {describe(error)}")
-                continue
-            records += found
-            if options.out:
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                with options.out.open("a") as file:
-                    file.writelines(json.dumps(record) + "\n" for record in found)
+    for shape, name in cases:
+        print(f"{name}, {shape} {options.dtype}", flush=True)
+        try:
+            asked = (options.systems, options.directions, options.dtype, options.rounds)
+            found = measure(shape, name, *asked, device, report, options.commit, *([wait_for_turn] if options.in_turn else []))
+        except Exception as error:
+            report(f"{name}, {shape}: {describe(error)}")
+            continue
+        records += found
+        if options.out:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            with options.out.open("a") as file:
+                file.writelines(json.dumps(record) + "\n" for record in found)
     if records and not options.in_turn:
         tables.show(records)
     return records
 
 
-def side_by_side(options: argparse.Namespace, shapes: Sequence[Shape]) -> list[tables.Record]:
+def chosen(options: argparse.Namespace) -> list[tuple[Shape, str]]:
+    """The cases: of the suites, or each shape with each pattern."""
+    if options.suite:
+        rows = [(Shape.parse(shape), name) for suite in options.suite for shape, names in SUITES[suite] for name in names]
+        return [(shape, name) for shape, name in rows if name in (options.patterns or NAMES)]
+    shapes = options.shape or [Shape.parse(shape) for shape, _ in SUITES["patterns"]]
+    return [(shape, name) for shape in shapes for name in options.patterns or PATTERNS]
+
+
+def side_by_side(options: argparse.Namespace, chosen: Sequence[tuple[Shape, str]]) -> list[tables.Record]:
     """Every case in a process of its own; see `turns`."""
     with tempfile.TemporaryDirectory() as folder:
         files, cases = [], []
-        for shape in shapes:
-            for name in options.patterns:
-                files.append(options.out or Path(folder) / f"{len(files)}.jsonl")
-                sizes = (shape.B, shape.Hq, shape.Hkv, shape.Sq, shape.Skv, shape.D, shape.Dv)
-                given = {
-                    "--shape": ",".join(map(str, sizes)), "--patterns": name, "--systems": ",".join(options.systems),
-                    "--directions": ",".join(options.directions), "--dtype": options.dtype, "--rounds": str(options.rounds),
-                    "--device": options.device, "--out": str(files[-1]), **({"--commit": options.commit} if options.commit else {}),
-                }  # fmt: skip
-                cases.append([word for pair in given.items() for word in pair] + ["--in-turn"])
+        for shape, name in chosen:
+            files.append(options.out or Path(folder) / f"{len(files)}.jsonl")
+            sizes = (shape.B, shape.Hq, shape.Hkv, shape.Sq, shape.Skv, shape.D, shape.Dv)
+            given = {
+                "--shape": ",".join(map(str, sizes)), "--patterns": name, "--systems": ",".join(options.systems),
+                "--directions": ",".join(options.directions), "--dtype": options.dtype, "--rounds": str(options.rounds),
+                "--device": options.device, "--out": str(files[-1]), **({"--commit": options.commit} if options.commit else {}),
+            }  # fmt: skip
+            cases.append([word for pair in given.items() for word in pair] + ["--in-turn"])
         before = len(read([options.out])) if options.out and options.out.is_file() else 0
         in_turns(Path(__file__), cases, options.prepare_s, options.measure_s, lambda line: print(line, flush=True))
         records = read([file for file in dict.fromkeys(files) if file.is_file()])[before:]

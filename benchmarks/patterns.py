@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-WINDOW, DOCUMENTS, PREFIX, CAP = 1024, 8, 2048, 20.0
+DOCUMENTS, PREFIX, CAP = 8, 2048, 20.0
+WINDOWS = {"sliding": 1024, "sliding_128": 128}
 DISTANCES = 1024  # of the relative bias; beyond, the last one
 
 
@@ -43,8 +44,8 @@ def pairs(name: str, q_len: int, kv_len: int) -> int:
         return q_len * kv_len
     if name in ("causal", "alibi_causal", "softcap_causal", "relative_causal"):
         return int(seen.sum())
-    if name == "sliding":
-        first = torch.clamp(rows - WINDOW, min=0, max=kv_len)
+    if name in WINDOWS:
+        first = torch.clamp(rows - WINDOWS[name], min=0, max=kv_len)
         return int((seen - torch.minimum(first, seen)).sum())
     if name == "prefix":
         return int(torch.clamp(seen, min=min(PREFIX, kv_len)).sum())
@@ -59,8 +60,11 @@ def causal(batch, head, q_idx, kv_idx):
     return q_idx >= kv_idx
 
 
-def sliding(batch, head, q_idx, kv_idx):
-    return (q_idx >= kv_idx) & (q_idx - kv_idx <= WINDOW)
+def window(width: int) -> Callable:
+    def sliding(batch, head, q_idx, kv_idx):
+        return (q_idx >= kv_idx) & (q_idx - kv_idx <= width)
+
+    return sliding
 
 
 def prefix(batch, head, q_idx, kv_idx):
@@ -89,11 +93,11 @@ def relative_bias(table: torch.Tensor) -> Callable:
     return relative
 
 
-NAMES = ("full", "causal", "sliding", "document", "prefix", "alibi_causal", "softcap_causal", "relative_causal")
+NAMES = ("full", "causal", "sliding", "document", "prefix", "alibi_causal", "softcap_causal", "relative_causal", "sliding_128")
 
 
 def pattern(name: str, q_len: int, kv_len: int, device: str | torch.device, heads: int = 1) -> Pattern:
-    masks = {"full": None, "sliding": sliding, "prefix": prefix}
+    masks = {"full": None, "prefix": prefix} | {name: window(width) for name, width in WINDOWS.items()}
     scores = {"alibi_causal": alibi, "softcap_causal": soft_cap}
     learned: tuple[torch.Tensor, ...] = ()
     if name == "relative_causal":

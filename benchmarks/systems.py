@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from patterns import CAP, WINDOW, Pattern, document_ids
+from patterns import CAP, WINDOWS, Pattern, document_ids
 
 
 class Missing(Exception):
@@ -131,14 +131,14 @@ def _fa4(case: Case) -> Prepared:
     if case.pattern.learned:
         raise Missing("gives no gradient of a captured tensor")
     q, k, v = (x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (case.q, case.k, case.v))
-    if name in ("causal", "sliding") and case.shape.Sq != case.shape.Skv:
+    if (name == "causal" or name in WINDOWS) and case.shape.Sq != case.shape.Skv:
         raise Missing("its causal flag aligns the last query with the last key")
     if name == "full":
         named = {}
     elif name == "causal":
         named = dict(causal=True)
-    elif name == "sliding":
-        named = dict(causal=False, window_size=(WINDOW, 0))
+    elif name in WINDOWS:
+        named = dict(causal=False, window_size=(WINDOWS[name], 0))
     else:
         blocks = _block_mask(case, case.shape.B, case.shape.Hq)
         ids = document_ids(max(case.shape.Sq, case.shape.Skv)).to(q.device)

@@ -35,11 +35,24 @@ def dense_mask(variant, q_len: int, kv_len: int) -> torch.Tensor:
     return variant.mask_mod(0, 0, torch.arange(q_len)[:, None], torch.arange(kv_len))
 
 
-@pytest.mark.parametrize("name", ["full", "causal", "sliding", "document", "prefix", "alibi_causal", "softcap_causal"])
+@pytest.mark.parametrize("name", ["full", "causal", "sliding", "sliding_128", "document", "prefix", "alibi_causal", "softcap_causal"])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(300, 300), (2500, 2500), (1, 1), (2300, 700), (700, 2300)])
 def test_pairs_are_those_of_the_dense_mask(bench, name, q_len, kv_len):
     variant = bench["patterns"].pattern(name, q_len, kv_len, "cpu")
     assert variant.pairs == int(dense_mask(variant, q_len, kv_len).sum())
+
+
+def test_suites_name_shapes_and_patterns_that_are_there(bench):
+    attention = bench["attention"]
+
+    def chosen(*words):
+        return [(str(shape), name) for shape, name in attention.chosen(attention.arguments(words))]
+
+    assert chosen() == chosen("--suite", "patterns") and len(chosen()) == 8
+    shapes = chosen("--suite", "shapes,weak_spots")
+    assert ("B1 H64:8 S32768 D128", "causal") in shapes and ("B2 H128 S8192 D192 Dv128", "full") in shapes
+    assert chosen("--suite", "weak_spots", "--patterns", "sliding_128") == [("B2 H128 S8192 D64", "sliding_128")]
+    assert chosen("--shape", "1,1,1,8,8,16", "--patterns", "full") == [("B1 H1 S8 D16", "full")]
 
 
 def test_documents_are_eight_and_the_same_each_time(bench):
