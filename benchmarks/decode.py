@@ -14,10 +14,12 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from ahead import run_ahead
 from measure import circumstances, describe, interleaved
 from rich.console import Console
 from rich.table import Table
@@ -220,13 +222,19 @@ def whole_step(step: Step, layer: Layer) -> Callable[[], object]:
     if not step.q.is_cuda:
         return run
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    return graph.replay
+    return partial(_replay, graph, run)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, run: Callable[[], None]) -> None:
+    """A graph knows addresses and keeps nothing alive; what was captured does: the caches of its layers."""
+    graph.replay()
 
 
 def prepare(step: Step, names: Sequence[str], report: Callable[[str], None]) -> dict[str, Callable[[], object]]:
@@ -275,6 +283,26 @@ def measure(
     return records
 
 
+def compile_ahead(shapes: Sequence[Shape], patterns: Sequence[str], systems: Sequence[str], options: argparse.Namespace) -> None:
+    """One call of each kind in a process of its own. Steps with as many queries, heads and dimensions of a head share kernels."""
+    kinds: dict[tuple, Shape] = {}
+    for shape in shapes:
+        kinds.setdefault((shape.Hq, shape.Hkv, shape.Sq, shape.D, shape.Dv), shape)
+    jobs = [
+        (vars(shape), pattern, system, options.dtype, options.device)
+        for shape in kinds.values()
+        for pattern in patterns
+        for system in systems
+    ]
+    run_ahead(_call_once, jobs, options.processes)
+
+
+@torch.no_grad()
+def _call_once(sizes: dict[str, int], pattern: str, system: str, dtype: str, device: str) -> None:
+    step = make_step(pattern, Shape(**sizes), 1, DTYPES[dtype], torch.device(device))
+    SYSTEMS[system](step)(*step.caches[0])
+
+
 def bytes_of(step: Step, system: str) -> int:
     """What a system reads of the keys and values of one layer."""
     return step.bytes // step.q.element_size() if system == "fp8" else step.bytes
@@ -307,6 +335,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=2, help="calls in one measurement (2)")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each system (5)")
+    parser.add_argument("--processes", type=int, default=0, help="that compile everything first (0: none)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, metavar="FILE.jsonl", help="append the measurements to this file as they come")
     parser.add_argument("--commit", help="recorded where the checkout cannot tell")
@@ -321,11 +350,14 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
     options = arguments(argv)
     console = Console(width=140)
     records: list[dict] = []
-    for shape in options.shape or [Shape.parse(text) for text in SHAPES]:
-        for pattern in options.patterns.split(","):
+    shapes = options.shape or [Shape.parse(text) for text in SHAPES]
+    patterns, systems = options.patterns.split(","), options.systems.split(",")
+    compile_ahead(shapes, patterns, systems, options)
+    for shape in shapes:
+        for pattern in patterns:
             about = f"{shape} {pattern}"
             found = measure(
-                *(shape, pattern, options.systems.split(","), options.layers, options.dtype, options.rounds),
+                *(shape, pattern, systems, options.layers, options.dtype, options.rounds),
                 *(torch.device(options.device), lambda text, about=about: console.print(f"{about}: {text}"), options.commit),
             )
             records += found

@@ -141,8 +141,14 @@ def rotate(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
 
 
-def train(name: str, config: Config, attentions: tuple[Attention, Attention], text: torch.Tensor) -> list[float]:
-    """Losses of `config.steps` steps, in nats a character."""
+def text_of_python() -> torch.Tensor:
+    """Characters as numbers below 256."""
+    text = "\n".join(pydoc_data.topics.topics.values()).encode()
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+
+
+def train(name: str, config: Config, attentions: tuple[Attention, Attention], text: torch.Tensor) -> tuple[list[float], Model]:
+    """Losses of `config.steps` steps, in nats a character; and the model."""
     torch.manual_seed(0)
     model = Model(config, attentions)
     nn.init.normal_(model.embed.weight, std=config.width**-0.5)
@@ -169,7 +175,7 @@ def train(name: str, config: Config, attentions: tuple[Attention, Attention], te
     parameters = sum(parameter.numel() for parameter in model.parameters())
     each = (time.perf_counter() - start) / config.steps * 1e3
     print(f"{name:5}: {parameters:,} parameters, {each:.0f} ms a step, loss {losses[0]:.4f} → {last(losses):.4f}")
-    return losses
+    return losses, model
 
 
 def last(losses: list[float]) -> float:
@@ -186,14 +192,13 @@ def main(small: bool = False, steps: int | None = None) -> None:
     config = SMALL if small else GPU if show.device.type == "cuda" else CPU
     if steps is not None:
         config = Config(**{**vars(config), "steps": steps})
-    text = "\n".join(pydoc_data.topics.topics.values()).encode()
-    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    tokens = text_of_python()
     print(f"{len(tokens):,} bytes of text; {config}")
 
     kernels = flexc_attentions(config)
-    ours = train("flexc", config, kernels, tokens)
-    dense = train("dense", config, dense_attentions(config), tokens)
-    exact = train("exact", config, dense_attentions(config, wide=True), tokens)
+    ours, _ = train("flexc", config, kernels, tokens)
+    dense, _ = train("dense", config, dense_attentions(config), tokens)
+    exact, _ = train("exact", config, dense_attentions(config, wide=True), tokens)
 
     print("\n   step   flexc   dense  flexc - exact  dense - exact")
     for step in sorted({*range(0, config.steps, max(config.steps // 8, 1)), config.steps - 1}):

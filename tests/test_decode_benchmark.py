@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-MODULES = ("decode", "measure", "patterns", "systems")
+MODULES = ("decode", "ahead", "measure", "patterns", "systems")
 SMALL = ["--device", "cpu", "--shape", "2,4,2,1,320,16", "--dtype", "fp32", "--rounds", "1", "--layers", "1"]
 
 
@@ -57,6 +59,34 @@ def test_an_output_that_differs_is_reported(bench, monkeypatch, capsys):
 def test_eight_bits_count_as_one_byte(bench):
     step = bench.make_step("full", bench.Shape.parse("2,4,2,1,320,16"), 1, torch.bfloat16, torch.device("cpu"))
     assert bench.bytes_of(step, "fp8") == step.bytes // 2 == bench.bytes_of(step, "flexc") // 2
+
+
+def test_processes_ahead_make_the_calls_that_are_measured(bench, monkeypatch):
+    jobs = []
+    monkeypatch.setattr(bench, "run_ahead", lambda function, given, processes: jobs.extend(given))
+    bench.main([*SMALL, "--shape", "3,4,2,1,400,16", "--shape", "1,4,2,4,320,16", "--patterns", "full", "--systems", "flexc,sdpa"])
+    assert [(sizes["B"], sizes["Sq"], system) for sizes, _, system, *_ in jobs] == [
+        (2, 1, "flexc"),
+        (2, 1, "sdpa"),
+        (1, 4, "flexc"),
+        (1, 4, "sdpa"),
+    ]
+    for job in jobs:
+        bench._call_once(*job)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("system", ["fp8", "paged16"])
+def test_what_a_graph_reads_stays_alive(bench, system):
+    """A system has caches of its own, which only its layer holds."""
+    step = bench.make_step("full", bench.Shape.parse("2,4,2,1,320,16"), 1, torch.bfloat16, torch.device("cuda"))
+    layer = bench.SYSTEMS[system](step)
+    alive, replay = weakref.ref(layer), bench.whole_step(step, layer)
+    del layer
+    gc.collect()
+    assert alive() is not None
+    replay()
+    torch.cuda.synchronize()
 
 
 def test_unknown_names_are_refused(bench, capsys):

@@ -40,7 +40,7 @@ def test_example_runs(name, monkeypatch, capsys):
 
 
 def test_examples_are_the_documented_ones():
-    expected = "alibi block_map documents embed_sentences prefix_lm relative_bias sliding_window soft_capping train_small_llm"
+    expected = "alibi block_map documents embed_sentences prefix_lm relative_bias serve_small_llm sliding_window soft_capping train_small_llm"
     assert expected.split() == EXAMPLES
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-MODULES = ("varlen", "measure", "patterns", "systems")
+MODULES = ("varlen", "ahead", "measure", "patterns", "systems")
 SMALL = ["--device", "cpu", "--tokens", "90", "--heads", "2", "--dim", "16", "--sequences", "4", "--dtype", "fp32", "--rounds", "1"]
 
 
@@ -43,3 +43,12 @@ def test_pairs_are_those_of_the_sequences(bench):
     tokens = torch.arange(60)
     allowed = (documents[:, None] == documents) & (tokens[:, None] >= tokens)
     assert len(documents) == 60 and batch.pairs == int(allowed.sum()) and batch.longest == int(batch.cu.diff().max())
+
+
+def test_processes_ahead_make_the_calls_that_are_measured(bench, monkeypatch):
+    jobs = []
+    monkeypatch.setattr(bench, "run_ahead", lambda function, given, processes: jobs.extend(given))
+    bench.main([*SMALL, "--systems", "varlen-triton,document-triton,fa4", "--patterns", "causal"])
+    assert [job[:4] for job in jobs] == [("varlen-triton", "causal", "bwd", 4), ("document-triton", "causal", "bwd", 4)]
+    bench._call_once(*jobs[0])
+    assert bench.kinds(["flex", "fa4"], ["causal"], "fwd", [8, 64]) == [("flex", "causal", "fwd", 8), ("flex", "causal", "fwd", 64)]

@@ -25,13 +25,15 @@ MOST_QUERIES = 128  # tokens; past that a tile of the ordinary kernel is full
 LEAST_KEYS = 256  # fewer are one program's work in any case
 _LEAST_RATIO = 4  # keys for each query
 _TALL = 64  # packed rows past which the ordinary kernel's products are as large, and its copies faster
+_TALLER = 4 * _TALL  # past which the ordinary kernel and a copy of all keys take less time
 
 
-def is_decoding(shapes: Shapes, sm_count: int, batch_invariant: bool = False) -> bool:
+def is_decoding(shapes: Shapes, sm_count: int, batch_invariant: bool = False, hides_rest: bool = False) -> bool:
     """Whether splitting the keys is worth a second kernel.
 
     Args:
         batch_invariant: decide by the queries alone: the number of keys may be that of another sequence.
+        hides_rest: keys past some length may hold anything, which the ordinary kernel is spared by a copy of all of them.
     """
     q_len, kv_len = shapes.q_len, shapes.kv_len
     if batch_invariant:
@@ -39,16 +41,16 @@ def is_decoding(shapes: Shapes, sm_count: int, batch_invariant: bool = False) ->
     if not 1 <= q_len <= MOST_QUERIES or kv_len < max(LEAST_KEYS, _LEAST_RATIO * q_len):
         return False
     tiles = shapes.batch * shapes.heads_q * -(-q_len // _TALL)
-    return shapes.group * q_len <= _TALL or tiles < 2 * sm_count
+    return shapes.group * q_len <= (_TALLER if hides_rest else _TALL) or tiles < 2 * sm_count
 
 
-def of_decoding(artifact: Artifact, shapes: Shapes, options: Options) -> tuple[Artifact, Shapes] | None:
+def of_decoding(artifact: Artifact, shapes: Shapes, options: Options, hides_rest: bool = False) -> tuple[Artifact, Shapes] | None:
     """What runs calls of these sizes that need no gradient, and the sizes as its block map sees them; None for what runs others as well."""
     if artifact.backend is not backends.TRITON and artifact.backend is not backends.HOPPER:
         return None
     if options.max_scores:  # the split kernel keeps no largest scores
         return None
-    if not is_decoding(shapes, artifact.target.sm_count, options.batch_invariant):
+    if not is_decoding(shapes, artifact.target.sm_count, options.batch_invariant, hides_rest):
         return None
     return artifact.for_decoding(shapes, options), rows_of(shapes)
 
@@ -59,11 +61,11 @@ def rows_of(shapes: Shapes) -> Shapes:
     return replace(shapes, heads_q=shapes.heads_kv, q_len=shapes.q_len * shapes.group)
 
 
-def decoding(launch: Launch, q: Tensor, k: Tensor, v: Tensor, tensors: tuple[Tensor, ...]) -> Launch:
+def decoding(launch: Launch, q: Tensor, k: Tensor, v: Tensor, tensors: tuple[Tensor, ...], hides_rest: bool = False) -> Launch:
     """The launch for a call that needs no gradient, of the split kernel where it is a decoding step; else the same launch."""
     if launch.shapes.q_len > MOST_QUERIES:  # most calls: no more is looked at
         return launch
     if torch.is_grad_enabled() and any([x.requires_grad for x in (q, k, v, *tensors)]):
         return launch
-    found = of_decoding(launch.artifact, launch.shapes, launch.options)
+    found = of_decoding(launch.artifact, launch.shapes, launch.options, hides_rest)
     return launch if found is None else replace(launch, artifact=found[0], shapes=found[1], maps_by_kernels=True)

@@ -24,6 +24,7 @@ from flexc.launch import Launch
 
 if TYPE_CHECKING:
     from flexc.api import Kernel
+    from flexc.inference.mixed import PackedQueries
 
 Tensor = torch.Tensor
 
@@ -139,6 +140,26 @@ class PagedKV:
                 if not 0 <= page < len(self.k_pages):
                     raise InputError(f"page_table[{entry}, {place}] is {page}; expected a page from 0 to {len(self.k_pages) - 1}")
 
+    def refuse_overlaps(self, written: Tensor) -> None:
+        """Refuse a table by which two sequences write the same place of a page. Waits for the device.
+
+        Args:
+            written: [B], how many of the last tokens of each sequence a step has written: the queries' own.
+
+        Raises:
+            InputError: names both sequences.
+        """
+        rows, writers = self.page_table.tolist(), {}
+        for entry, (length, count) in enumerate(zip(self.lengths.tolist(), written.tolist())):
+            for token in range(max(0, length - count), length):
+                page, place = rows[entry][token // self.page], token % self.page
+                other = writers.setdefault((page, place), entry)
+                if other != entry:
+                    raise InputError(
+                        f"token {token} of sequence {entry} is written to place {place} of page {page}, and so is one of sequence {other}: "
+                        f"expected a page of its own in page_table[{entry}, {token // self.page}]"
+                    )
+
 
 @dataclass(frozen=True)
 class ContiguousKV:
@@ -187,12 +208,14 @@ def attend_paged(
     for name, value in given.items():
         if value is not None:
             raise InputError(f"{name} was given beside a PagedKV, which has its own; expected kernel(q, cache)")
-    _refuse_queries(q, cache, len(cache.lengths))
+    refuse_queries(q, cache, len(cache.lengths))
     if settings.current().check:
         cache.refuse_values()
+        if q_offset is None:
+            cache.refuse_overlaps(torch.full_like(cache.lengths, q.shape[2]))
     if q_offset is None:
         q_offset = torch.clamp(cache.lengths - q.shape[2], min=0)
-    return _attend_cache(kernel, q, cache, scale, q_offset, "a paged cache")
+    return attend_cache(kernel, q, cache, scale, q_offset, "a paged cache")
 
 
 def attend_quantized(
@@ -214,31 +237,51 @@ def attend_quantized(
         raise ShapeError(
             f"k is {list(k.shape)} of {k.dtype} and v {list(v.shape)} of {v.dtype}; expected one dtype and device, and as many tokens"
         )
-    _refuse_queries(q, ContiguousKV(k, v, None, None, None), k.shape[0])
+    refuse_queries(q, ContiguousKV(k, v, None, None, None), k.shape[0])
     positions, k, v = positions_of(q_offset, kv_len, q, k, v)
     k_scale, v_scale = (x[:, :, : k.shape[2]] if isinstance(x, Tensor) and x.dim() == 3 else x for x in scales)
     lengths = None if positions is None else positions.kv_len
-    return _attend_cache(kernel, q, ContiguousKV(k, v, lengths, k_scale, v_scale), scale, q_offset, "a cache of eight bits")
+    return attend_cache(kernel, q, ContiguousKV(k, v, lengths, k_scale, v_scale), scale, q_offset, "a cache of eight bits")
 
 
-def _attend_cache(
-    kernel: Kernel, q: Tensor, cache: PagedKV | ContiguousKV, scale: float | None, q_offset: int | Tensor | None, what: str
+def attend_cache(
+    kernel: Kernel,
+    q: Tensor,
+    cache: PagedKV | ContiguousKV,
+    scale: float | None,
+    q_offset: int | Tensor | None,
+    what: str,
+    queries: PackedQueries | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """out and lse of a kernel on a cache.
+
+    Args:
+        what: the cache is, for messages.
+        queries: of several sequences one after another, q [1, Hq, total, D]; else q is [B, Hq, Sq, D].
+    """
     keys, values = cache.pages
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, keys, values)):
         raise UnsupportedError(f"a gradient through {what}, on every backend: call the kernel under torch.no_grad(), or detach q")
     backend, _ = backends.choose(kernel._backend, q.device)
     if backend is backends.CPU or settings.current().eager:
         wide = torch.float32 if is_quantized(keys) else q.dtype  # no 16 bits hold what numbers of eight and their scales mean
-        out, lse = kernel._attend_at(q.to(wide), *cache.contiguous(wide), scale, q_offset, cache.lengths, False)
+        k, v = cache.contiguous(wide)
+        if queries is None:
+            out, lse = kernel._attend_at(q.to(wide), k, v, scale, q_offset, cache.lengths, False)
+        else:
+            assert cache.lengths is not None
+            k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (k, v))
+            sequences = queries.sequences(cache.lengths, cache.capacity, q_offset)
+            out, lse = kernel._attend_placed(q.to(wide), k, v, scale, sequences)
         return out.to(q.dtype), lse
     if kernel._backend not in ("auto", "triton"):
         raise UnsupportedError(f'{what} on the {backend.name} backend: expected backend="triton" or "auto"')
-    positions, _, _ = positions_of(q_offset, cache.lengths, q, keys, values)
-    return _attend_split(kernel, q, cache, scale, positions, f"{what}: triton, split over the keys, query heads packed")
+    positions = queries.positions(cache.lengths, q_offset) if queries else positions_of(q_offset, cache.lengths, q, keys, values)[0]
+    return _attend_split(kernel, q, cache, scale, positions, f"{what}: triton, split over the keys, query heads packed", queries)
 
 
-def _refuse_queries(q: Tensor, cache: PagedKV | ContiguousKV, sequences: int) -> None:
+def refuse_queries(q: Tensor, cache: PagedKV | ContiguousKV, sequences: int) -> None:
+    """Refuse queries [sequences, Hq, Sq, D] that do not fit a cache."""
     keys, _ = cache.pages
     if not isinstance(q, Tensor) or q.dim() != 4:
         raise ShapeError(f"q is {list(q.shape) if isinstance(q, Tensor) else type(q).__name__}; expected [batch, heads, tokens, head_dim]")
@@ -255,14 +298,24 @@ def _refuse_queries(q: Tensor, cache: PagedKV | ContiguousKV, sequences: int) ->
 
 
 def _attend_split(
-    kernel: Kernel, q: Tensor, cache: PagedKV | ContiguousKV, scale: float | None, positions: Positions | None, reason: str
+    kernel: Kernel,
+    q: Tensor,
+    cache: PagedKV | ContiguousKV,
+    scale: float | None,
+    positions: Positions | None,
+    reason: str,
+    queries: PackedQueries | None,
 ) -> tuple[Tensor, Tensor]:
     from flexc.arguments import as_kernels_take
 
     (keys, values), scales = cache.pages, cache.scales
-    q, scale, tensors, trace, binding = as_kernels_take(kernel, q, scale, positions)
-    batch, heads, q_len, head_dim = q.shape
+    batch = queries.count if queries else q.shape[0]
+    q, scale, tensors, trace, binding = as_kernels_take(kernel, q, scale, positions, batch)
+    _, heads, q_len, head_dim = q.shape
+    if queries:  # tiles suit the mean, or where the rest of the batch must change nothing, one query
+        q_len = min(q_len, 1) if kernel._options.batch_invariant else math.ceil(q_len / max(batch, 1))
     sizes = {"head_dim": head_dim, "head_dim_v": values.shape[3], "dtype": q.dtype, "bulk": False, "page": cache.page}
+    sizes |= {"ragged": queries is not None}
     if scales is not None:
         sizes |= {"cache": str(keys.dtype).removeprefix("torch."), "token_scales": scales.of_tokens}
     shapes = Shapes(batch, heads, keys.shape[1], q_len, cache.capacity, **sizes)
@@ -271,7 +324,10 @@ def _attend_split(
     launch = Launch(artifact, rows_of(shapes), scale, binding.scalars, kernel._options, kernel.__name__, maps_by_kernels=True)
     kernel._last = (launch, tensors, q.device)
     keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values))
-    out, lse = run(launch, q, keys, values, (*tensors, *cache.addresses, *(() if scales is None else (scales.k, scales.v))))
+    addresses = cache.addresses
+    if queries and not launch.has_no_pairs:
+        addresses = *addresses, queries.tiles(shapes.group, artifact.plan.forward.rows)
+    out, lse = run(launch, q, keys, values, (*tensors, *addresses, *(() if scales is None else (scales.k, scales.v))))
     return out, lse.float()
 
 

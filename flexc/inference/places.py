@@ -42,6 +42,11 @@ class Positions:
         scalars = tuple(x for x in given if not isinstance(x, Tensor))
         return _placed(trace, _kind(self.q_offset), _kind(self.kv_len)), Binding(binding.tensors + tensors, binding.scalars + scalars)
 
+    @property
+    def hides_rest(self) -> bool:
+        """Whether there may be keys that no query sees, whatever they hold."""
+        return self.kv_len is not None
+
     def refuse_values(self, q_len: int, kv_len: int) -> None:
         """Refuse tensors that say what cannot be. Waits for the device.
 
@@ -82,8 +87,8 @@ def positions_of(
         InputError: neither a number nor a tensor of integers, on another device, or out of range.
         ShapeError: a tensor of another shape than [B].
     """
-    _refuse_bad("q_offset", q_offset, q)
-    _refuse_bad("kv_len", kv_len, q)
+    for name, value in (("q_offset", q_offset), ("kv_len", kv_len)):
+        refuse_bad_position(name, value, q.shape[0], q.device)
     if isinstance(q_offset, int) and q_offset + q.shape[2] > MAX_POSITION:
         raise UnsupportedError(
             f"expected positions up to {MAX_POSITION} on every backend, got q_offset {q_offset} and {q.shape[2]} queries"
@@ -97,8 +102,9 @@ def positions_of(
     return Positions(q_offset, kv_len), k, v
 
 
-def _refuse_bad(name: str, value: int | Tensor | None, q: Tensor) -> None:
-    expected = f"expected a number, or an int32 or int64 tensor of shape [{q.shape[0]}] (one for each batch entry)"
+def refuse_bad_position(name: str, value: int | Tensor | None, batch: int, device: torch.device) -> None:
+    """Refuse what is neither None, a number, nor a tensor of one integer for each batch entry."""
+    expected = f"expected a number, or an int32 or int64 tensor of shape [{batch}] (one for each batch entry)"
     if value is None:
         return
     if not isinstance(value, Tensor):
@@ -109,10 +115,10 @@ def _refuse_bad(name: str, value: int | Tensor | None, q: Tensor) -> None:
         return
     if value.dtype not in _DTYPES:
         raise InputError(f"{name} has dtype {value.dtype}; {expected}")
-    if value.shape != q.shape[:1]:
+    if value.shape != (batch,):
         raise ShapeError(f"{name} has shape {list(value.shape)}; {expected}")
-    if value.device != q.device:
-        raise InputError(f"{name} is on {value.device} and q on {q.device}: move it with {name}.to({str(q.device)!r})")
+    if value.device != device:
+        raise InputError(f"{name} is on {value.device} and q on {device}: move it with {name}.to({str(device)!r})")
 
 
 def _kind(value: int | Tensor | None) -> str:

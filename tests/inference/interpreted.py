@@ -15,6 +15,11 @@ from flexc.reference import reference
 from tests.accuracy import qkv
 
 
+def largest(x: torch.Tensor) -> float:
+    """Of the absolute values; 0 of none."""
+    return x.abs().max().item() if x.numel() else 0.0
+
+
 def drawn(seed: int) -> str:
     """A decoding step of random sizes, lengths, score and mask, in tiles that make many parts: the shares end anywhere."""
     warnings.simplefilter("ignore")  # NumPy's, of rows without keys
@@ -47,7 +52,7 @@ def drawn(seed: int) -> str:
     without = lse == -torch.inf
     if not off < 1e-5 or not torch.equal(aux.lse == -torch.inf, without) or out[without].any():
         return f"seed {seed}: off by {off}, rows without keys {int(without.sum())}"
-    off = (aux.lse.double() - lse)[~without].abs().max().item() if (~without).any() else 0.0
+    off = largest((aux.lse.double() - lse)[~without])
     return "" if off < 1e-4 else f"seed {seed}: lse off by {off}"
 
 
@@ -65,6 +70,16 @@ def with_a_gradient_the_ordinary_kernel_runs() -> str:
     with torch.no_grad():
         kernel(q, k, v)
     return "" if isinstance(kernel.plan, DecodePlan) else "the ordinary kernel, without a gradient"
+
+
+def nobody_reads_what_nobody_sees() -> str:
+    """An entry of the batch that is not in use: its cache may hold anything."""
+    q, k, v = qkv(2, 2, 1, 1, LEAST_KEYS, 16)
+    k[1], v[1], in_use = math.nan, math.nan, torch.tensor([1, 0])
+    kernel = flexc.attention(None, lambda b, h, i, j: (in_use[b] > 0) & (j <= i + 200), backend="triton")
+    out = kernel(q, k, v)
+    expected, _ = reference(None, lambda b, h, i, j: j <= i + 200, q[:1], k[:1], v[:1])
+    return "" if not out[1].any() and (out[:1] - expected).abs().max() < 1e-5 else f"{out[1]}"
 
 
 def operators_decode_too() -> str:
@@ -166,8 +181,8 @@ def varlen(seed: int, backend: str = "triton", device: str = "cpu", dtype: torch
     wrong = [] if torch.equal(aux.lse == -torch.inf, lse == -torch.inf) else ["rows without keys"]
     for name, a, b in zip(("out", "dq", "dk", "dv", "dbias"), (out, *ours), (expected, *truth)):
         a, b = (torch.zeros(1, device=device) if x is None else x.detach().double() for x in (a, b))
-        off = (a - b).abs().max().item() if a.numel() else 0.0
-        if not off < (1e-4 if dtype == torch.float32 else 0.02 * max(1.0, b.abs().max().item())):
+        off, size = largest(a - b), largest(b)
+        if not off < (1e-4 if dtype == torch.float32 else 0.02 * max(1.0, size)):
             wrong.append(f"{name} off by {off}")
     return f"seed {seed}, {q_lengths} x {k_lengths}: {wrong}" if wrong else ""
 

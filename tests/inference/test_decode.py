@@ -3,15 +3,18 @@
 import multiprocessing
 import pickle
 import re
+import subprocess
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import jinja2.meta
 import pytest
 import torch
 
 import flexc
-from flexc import backends, frontend, passes, pipeline
+from flexc import api, backends, frontend, passes, pipeline
 from flexc.backends import Options, Shapes
 from flexc.codegen import templates
 from flexc.codegen.templates import render, template_source
@@ -35,6 +38,12 @@ def module_of(score_mod=None, mask_mod=None, shapes=SHAPES):
     return pipeline.compile_attention(graph, shapes, HOPPER, backends.DECODE, "a test", Options(), "a test")
 
 
+@pytest.fixture(scope="module")
+def worker():
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=become_interpreter) as pool:
+        yield pool
+
+
 # --- when ----------------------------------------------------------------------------------------------------------------------------
 
 
@@ -53,6 +62,21 @@ def module_of(score_mod=None, mask_mod=None, shapes=SHAPES):
 )
 def test_few_queries_against_many_keys_are_a_decoding_step(change, expected):
     assert is_decoding(replace(SHAPES, **change), HOPPER.sm_count) is expected
+
+
+def test_lengths_are_worth_more_tiles_than_a_copy_of_the_keys():
+    shapes = replace(SHAPES, q_len=64, batch=64)
+    assert is_decoding(shapes, HOPPER.sm_count, hides_rest=True) and not is_decoding(shapes, HOPPER.sm_count)
+    assert not is_decoding(replace(shapes, q_len=65), HOPPER.sm_count, hides_rest=True)
+
+
+def test_a_call_says_whether_lengths_hide_keys(monkeypatch):
+    hidden = []
+    monkeypatch.setattr(api, "decoding", lambda launch, q, k, v, tensors, hides_rest=False: hidden.append(hides_rest) or launch)
+    q, kernel = torch.randn(2, 2, 4, 16), flexc.attention()
+    for positions in ({}, {"q_offset": 3}, {"kv_len": torch.tensor([4, 1])}):
+        kernel(q, q, q, **positions)
+    assert hidden == [False, False, True]
 
 
 # --- the plan ------------------------------------------------------------------------------------------------------------------------
@@ -100,9 +124,17 @@ RANGES = {
     "by head": lambda b, h, i, j: (i - j < 3 * h + 1) & (j < 20 + b),
     "one key": lambda b, h, i, j: 2 * i == 3 + j,
     "rows": lambda b, h, i, j: (i % 3 == 0) & (i >= j),
+    "entries": lambda b, h, i, j: (b == 1) & (i >= j),
+    "all keys of some rows": lambda b, h, i, j: (i % 3 == 0) | (i >= j),
+    "prefix": lambda b, h, i, j: (i >= j) | (j < 4),
+    "window and sinks": lambda b, h, i, j: (i >= j) & ((i - j < 7) | (j < 4)),
+    "the same, apart": lambda b, h, i, j: ((i >= j) & (i - j < 7)) | ((j < 4) & (i >= j)),
+    "window and a prefix ahead": lambda b, h, i, j: ((i >= j) & (i - j < 7)) | (j < 4),
+    "around a gap": lambda b, h, i, j: (i - j > 7) | (j > i),
+    "sinks by head": lambda b, h, i, j: (i >= j) & ((j < h + 1) | (i - j < 5 * b + 2)),
 }
 MORE_THAN_A_RANGE = {
-    "prefix": lambda b, h, i, j: (i >= j) | (j < 4),
+    "both sides of a gap, twice": lambda b, h, i, j: ((i - j < 7) | (j < 4)) & ((i - j < 9) | (j < 2 + b)),
     "stripes": lambda b, h, i, j: (i >= j) & (j % 2 == 0),
     "twice as far": lambda b, h, i, j: 2 * j <= i,
     "distance": lambda b, h, i, j: abs(i - j) < 4,
@@ -122,9 +154,10 @@ def test_a_range_holds_the_keys_of_each_row_and_no_more(name):
     for node, side in ((found.first, torch.ge), (found.stop, torch.lt)):
         if node is not None:
             inside &= side(keys, evaluate([node], env)[0])
-    assert not (mask & ~inside).any()
-    rows = mask.any(-1)
-    assert torch.equal(mask[rows], inside.expand_as(mask)[rows])
+    if found.gap_first is not None and found.gap_stop is not None:
+        first, stop = evaluate([found.gap_first, found.gap_stop], env)
+        inside &= (keys < first) | (keys >= stop)
+    assert torch.equal(mask, inside.expand_as(mask))
 
 
 @pytest.mark.parametrize("name", MORE_THAN_A_RANGE)
@@ -172,7 +205,7 @@ def test_holes_of_the_templates_are_what_is_passed(monkeypatch):
 def test_a_mask_that_loads_nothing_for_each_key_runs_in_one_loop():
     """A second loop would start its copies anew."""
     widths = torch.zeros(32, dtype=torch.int32)
-    source = module_of(None, lambda b, h, i, j: (i - j < widths[h]) | (j < 4)).source
+    source = module_of(None, lambda b, h, i, j: (i - j < widths[h]) & (j % 4 == 0)).source
     assert len(re.findall(r"= tl\.dot\(p", source)) == 1
 
 
@@ -188,12 +221,6 @@ def test_a_cache_is_read_in_16_bytes_and_ahead():
 
 
 # --- on the interpreter --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def worker():
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=become_interpreter) as pool:
-        yield pool
 
 
 @pytest.mark.interpret
@@ -237,6 +264,12 @@ def test_batch_invariance_survives_pickling_and_compiling():
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("name", ["with_a_gradient_the_ordinary_kernel_runs", "operators_decode_too"])
-def test_which_kernel_runs(worker, name):
+@pytest.mark.parametrize("name", ["with_a_gradient_the_ordinary_kernel_runs", "operators_decode_too", "nobody_reads_what_nobody_sees"])
+def test_on_the_interpreter(worker, name):
     assert not worker.submit(getattr(interpreted, name)).result(timeout=300)
+
+
+def test_what_never_ends_is_ended():
+    program = "import time\nfrom tests.inference.conftest import watchdog\nwith watchdog(0.2):\n    time.sleep(60)"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, cwd=Path(__file__).parents[2])
+    assert ended.returncode and "Timeout" in ended.stderr

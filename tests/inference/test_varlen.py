@@ -10,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import flexc
 from flexc import pipeline
 from flexc.errors import InputError, ShapeError
+from flexc.inference import varlen
 from tests.contract.interpreter import become_interpreter
 from tests.inference import interpreted
 
@@ -32,9 +33,11 @@ def test_packed_sequences_equal_separate_runs_interpreted(worker, seed):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(8))
-def test_varlen_on_a_gpu(seed):
-    assert not interpreted.varlen(seed, "triton", "cuda", torch.bfloat16)
+@pytest.mark.parametrize(("backend", "seed"), [*(("triton", seed) for seed in range(8)), *(("cute", seed) for seed in range(4))])
+def test_varlen_on_a_gpu(backend, seed):
+    if backend == "cute" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs Hopper")
+    assert not interpreted.varlen(seed, backend, "cuda", torch.bfloat16)
 
 
 def causal(batch, head, q_idx, kv_idx):
@@ -63,6 +66,16 @@ def test_boundaries_written_in_place_are_followed():
     cu[1] = 4
     fresh = flexc.varlen_attention(q, k, v, cu.clone(), kernel=kernel)
     torch.testing.assert_close(flexc.varlen_attention(q, k, v, cu, kernel=kernel), fresh)
+
+
+def test_boundaries_written_in_place_keep_nothing_of_before():
+    """A server writes them at each step, with another number of tokens."""
+    cu = torch.tensor([0, 3, 9], dtype=torch.int32)
+    for total in (9, 10, 11):
+        cu[2] = total
+        q = torch.randn(total, 2, 16)
+        flexc.varlen_attention(q, q, q, cu, kernel=causal)
+    assert len(varlen._kept[cu]) == 2, "of queries and of keys"
 
 
 def test_blocks_of_two_sequences_are_skipped():

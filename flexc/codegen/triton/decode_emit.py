@@ -16,15 +16,20 @@ from flexc.ir.graph import Graph
 
 @dataclass(frozen=True)
 class Ends:
-    """The first key of a row and the one past the last: statements on one vector of rows, and expressions; "" for no end."""
+    """Of the keys of a row, and of a gap in them, the first and the one past the last: statements on one vector of rows, and expressions.
+
+    "" for no end.
+    """
 
     statements: tuple[str, ...] = ()
     first: str = ""
     stop: str = ""
+    gap_first: str = ""
+    gap_stop: str = ""
 
 
 def _ends(graph: Graph, plan: DecodePlan, used: set[str]) -> Ends:
-    found = key_range(graph)
+    found = key_range(graph, partly=plan.ragged)
     assert found is not None
     alone = found.graph(graph)
     body = Body(alone, position_bounds(alone, MAX_TOKENS), plan.tanh, plan.interpreted, uses=used)
@@ -32,8 +37,8 @@ def _ends(graph: Graph, plan: DecodePlan, used: set[str]) -> Ends:
         body.add(node)
     lines = body.take()
     # What is uniform in a tile is a vector here as well, of many tiles.
-    first, stop = ("" if node is None else body.at(node, ROW) for node in (found.first, found.stop))
-    return Ends((*lines[TILE], *lines[ROW]), first, stop)
+    ends = ("" if node is None else body.at(node, ROW) for node in (found.first, found.stop, found.gap_first, found.gap_stop))
+    return Ends((*lines[TILE], *lines[ROW]), *ends)
 
 
 def emit_decode(graph: Graph, plan: DecodePlan, *, title: str = "") -> str:

@@ -36,6 +36,7 @@ class DecodePlan:
         one_loop: partial and full blocks of a map take turns in one loop, all masked: for masks that load nothing for each key.
         overlapped: the combining kernel is launched before the split kernel ends.
         page: tokens of a page of the cache, 0 where keys lie one after another.
+        ragged: queries of all sequences are packed one after another, and a table says where each tile's are.
         cache: dtype of keys and values where it is not `dtype`: "float8_e4m3fn", "int8", or "".
         token_scales: each token and head of such a cache has a scale of its own; else one serves a head.
         tanh, input_precision, interpreted: as in `Plan`.
@@ -57,6 +58,7 @@ class DecodePlan:
     one_loop: bool
     overlapped: bool
     page: int
+    ragged: bool
     cache: str
     token_scales: bool
     tanh: str
@@ -88,6 +90,7 @@ def plan_decode(
     group: int,
     rows: int,
     page: int = 0,
+    ragged: bool = False,
     cache: str = "",
     token_scales: bool = False,
     batch_invariant: bool = False,
@@ -101,7 +104,8 @@ def plan_decode(
         graph: decides whether a block map is walked.
         rows: of the tile, from `tile_rows`.
         page: tokens of a page, 0 for none.
-        cache, token_scales: as in the plan.
+        ragged, cache, token_scales: as in the plan. Ragged queries have no block map: keys outside of the ranges that parts of the mask
+            give are skipped, and the whole mask decides about those inside.
         batch_invariant: cut the keys of a row at places of its own.
         tile: replaces the computed one.
 
@@ -114,6 +118,7 @@ def plan_decode(
         raise UnsupportedError("keys and values of eight bits with float32 queries, on every GPU: expected float16 or bfloat16 queries")
     if max(head_dim, head_dim_v) > MAX_HEAD_DIM:
         raise UnsupportedError(f"head dimension on the triton backend: expected at most {MAX_HEAD_DIM}, got {max(head_dim, head_dim_v)}")
+    walk = "dense" if graph.mask is None else "runs" if key_range(graph, partly=ragged) is None else "range"
     tile = tile or _tile(rows, head_dim, head_dim_v, target, dtype, cache)
     by_smem = target.smem_bytes_per_sm // (smem_bytes(tile, head_dim, head_dim_v, dtype, cache) + KIB)
     resident = max(1, min(by_smem, _by_registers(tile.warps, target)))
@@ -126,14 +131,15 @@ def plan_decode(
         chunks_v=chunked(head_dim_v),
         group=group,
         forward=tile,
-        stages=_stages(tile, page),
+        stages=_stages(tile, page, walk),
         programs=3 if interpreted else target.sm_count * resident,
         least_steps=1 if interpreted or batch_invariant else max(1, 256 // tile.columns),
         share=0 if not batch_invariant else 3 if interpreted else max(1, _FIXED_KEYS // tile.columns),
-        walk="dense" if graph.mask is None else "runs" if key_range(graph) is None else "range",
+        walk=walk,
         one_loop=graph.mask is not None and not _loads_in_loop(graph),
         overlapped=target.capability >= 90 and not interpreted,
         page=page,
+        ragged=ragged,
         cache=cache,
         token_scales=token_scales,
         tanh=tanh_form(dtype, precision),
@@ -142,9 +148,9 @@ def plan_decode(
     )
 
 
-def _stages(tile: Tile, page: int) -> int:
-    """Where a step reads page numbers, Triton shares the stages between them and the keys that they lead to."""
-    return 2 * tile.stages - 1 if page else tile.stages
+def _stages(tile: Tile, page: int, walk: str) -> int:
+    """Where a step reads its own page numbers, Triton shares the stages between them and the keys that they lead to."""
+    return 2 * tile.stages - 1 if page and walk != "range" else tile.stages
 
 
 def _loads_in_loop(graph: Graph) -> bool:

@@ -1,0 +1,27 @@
+"""A kernel that waits for itself must not hold up everything else: tests on a GPU end after a while, with what every thread was doing."""
+
+import faulthandler
+from contextlib import contextmanager
+
+import pytest
+
+SECONDS = 300  # compiling included
+
+
+@contextmanager
+def watchdog(seconds):
+    """Past so many seconds the process prints its threads and ends: who waits for a device can be ended in no other way."""
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(autouse=True)
+def ends_in_time(request):
+    if request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    with watchdog(SECONDS):
+        yield
