@@ -1,12 +1,14 @@
 """Whether kernels of the cute backend are right and fast on this GPU, each case in a process of its own with a time limit.
 
-A deadlock then costs seconds. From the repository root: `python benchmarks/cute_smoke.py [correct|disk|speed|host|all]`.
+A deadlock then costs seconds. From the repository root: `python benchmarks/cute_smoke.py [correct|disk|speed|host|sanitize|all]`, where
+`all` leaves out compute-sanitizer, which has to be on the PATH.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -33,6 +35,8 @@ CORRECT = {
     "causal D192/128": ("causal", dict(b=1, h=4, hk=4, s=700, sk=700, d=192, dv=128), None),
     "rows without keys D256": ("hole", dict(b=1, h=2, hk=2, s=700, sk=700, d=256), None),
     "relative bias window fp16": ("relative", dict(b=1, h=4, hk=4, s=900, sk=900, d=128, dtype="float16"), None),
+    "buckets of distances D64 ragged": ("buckets", dict(b=2, h=4, hk=2, s=333, sk=777, d=64), None),
+    "buckets of distances D128": ("buckets", dict(b=1, h=4, hk=2, s=900, sk=900, d=128), (128, 144, 2, True, "dynamic")),
     "pair bias D72/40 (padded)": ("pairbias", dict(b=1, h=2, hk=1, s=300, sk=310, d=72, dv=40), None),
     "causal D65 (copied)": ("causal", dict(b=1, h=2, hk=1, s=300, sk=310, d=65), None),
     "gated D64": ("gated", dict(b=1, h=2, hk=1, s=500, sk=500, d=64), None),
@@ -50,6 +54,7 @@ def variants(s, heads):
     bias = torch.randn(s + 700, generator=torch.Generator().manual_seed(2)).cuda()
     table = torch.randn(heads, 64, generator=torch.Generator().manual_seed(3)).half().cuda()
     pair = torch.randn(heads, 300, 310, generator=torch.Generator().manual_seed(4)).cuda() if s == 300 else None
+    bucket_bias = torch.randn(32, heads, generator=torch.Generator().manual_seed(5)).bfloat16().cuda()
     weight = torch.tensor(1.5, device="cuda")
     width = 1024 if s >= 4096 else 100
 
@@ -64,6 +69,13 @@ def variants(s, heads):
 
     def relative(score, b, h, q, k):
         return score + table[h, (q - k) % 64]
+
+    def buckets(score, b, h, q, k):
+        """As T5 does: exact below 8, then logarithmic, for each direction."""
+        distance = k - q
+        far = torch.abs(distance)
+        large = 8 + (torch.log2(torch.clamp(far, min=1).float() / 8) * 2).to(torch.int32)
+        return score + bucket_bias[torch.where(distance > 0, 16, 0) + torch.where(far < 8, far, torch.clamp(large, max=15)), h]
 
     def pairbias(score, b, h, q, k):
         return score + pair[h, q, k]
@@ -97,6 +109,7 @@ def variants(s, heads):
         "softcap": (softcap, causal),
         "keybias": (keybias, causal),
         "relative": (relative, window),
+        "buckets": (buckets, None),
         "pairbias": (pairbias, None),
         "gated": (gated, causal),
     }
@@ -186,6 +199,43 @@ def one_correct(case):
             )
         )
     )
+
+
+# Both ways of handing out tiles, of keeping the output and of grouping warps; values shared by columns and by diagonals.
+SANITIZED = (
+    "plain D128 ragged, dynamic",
+    "causal D128 grid",
+    "causal D64 192x128",
+    "key bias causal D96 dynamic",
+    "rows without keys D256",
+    "buckets of distances D64 ragged",
+)
+
+
+def one_launch(case):
+    """What compute-sanitizer watches."""
+    import torch
+
+    name, sizes, tile = CORRECT[case]
+    call, *_ = prepared(name, tile, **{**sizes, "b": 1})
+    call()
+    torch.cuda.synchronize()
+    print(json.dumps(dict(ok=True)))
+
+
+def sanitized(case, tool, limit):
+    """The tool's summary of the kernel in one case; its object must be on disk, so that nothing else takes time."""
+    command = ["compute-sanitizer", "--tool", tool, "--kernel-regex", "kns=forward_kernel", sys.executable, HERE, "--one", "launch", case]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return f"TIME-OUT after {limit} s"
+    except FileNotFoundError:
+        return "compute-sanitizer is not on the PATH"
+    found = re.findall(r"=+ +(?:\w+ SUMMARY: .*|Error.*)", done.stdout)
+    if not found:
+        return "FAILED " + " | ".join((done.stdout + done.stderr).splitlines()[-3:])[:300]
+    return " | ".join(line.strip("= ") for line in found[-2:])
 
 
 SPEED = [  # (variant, tile); pairs counted as allowed
@@ -310,6 +360,12 @@ def main():
         with ThreadPoolExecutor(6) as pool:
             for case, line in zip(CORRECT, pool.map(lambda case: child("correct", case, 90), CORRECT)):
                 print(f"{case:32} {line}", flush=True)
+    if wanted == "sanitize":
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(lambda case: child("launch", case, 90), SANITIZED))
+            for tool in ("memcheck", "racecheck"):
+                for case, line in zip(SANITIZED, pool.map(lambda case, tool=tool: sanitized(case, tool, 120), SANITIZED)):
+                    print(f"{tool:10} {case:32} {line}", flush=True)
     if wanted in ("disk", "all"):
         print("--- from the disk cache\n" + child("disk", "", 60), flush=True)
     if wanted in ("host", "all"):
@@ -322,6 +378,6 @@ def main():
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--one"]:
-        {"correct": one_correct, "speed": one_speed, "disk": one_disk, "host": one_host}[sys.argv[2]](sys.argv[3])
+        {"correct": one_correct, "launch": one_launch, "speed": one_speed, "disk": one_disk, "host": one_host}[sys.argv[2]](sys.argv[3])
     else:
         main()

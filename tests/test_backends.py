@@ -51,25 +51,35 @@ def test_auto_takes_triton_on_other_gpus(arch):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "options", "why"),
+    ("sizes", "why"),
     [
-        ({"dtype": "float32"}, None, "because of dtype float32 on the cute backend: expected float16 or bfloat16"),
-        ({"head_dim": 320}, None, "because of head dimension on the cute backend: expected at most 256, got 320"),
-        ({}, Options(max_scores=True), "because of the cute backend returns no largest scores"),
+        ({"dtype": "float32"}, "because of dtype float32 on the cute backend: expected float16 or bfloat16"),
+        ({"head_dim": 320}, "because of head dimension on the cute backend: expected at most 256, got 320"),
     ],
 )
-def test_auto_takes_triton_for_what_cute_refuses_and_says_so(sizes, options, why):
+def test_auto_takes_triton_for_what_cute_refuses_and_says_so(sizes, why):
     pytest.importorskip("cutlass", reason="needs the package nvidia-cutlass-dsl")
-    artifact = compiled(options=options, **sizes)
+    artifact = compiled(**sizes)
     assert artifact.backend is backends.TRITON and artifact.reason.startswith("a sm_90a GPU: triton, ") and why in artifact.reason
 
 
 def test_auto_takes_triton_for_values_of_pairs():
     pytest.importorskip("cutlass", reason="needs the package nvidia-cutlass-dsl")
+    table, pairs = torch.zeros(64), torch.zeros(64, 64)
+    of_pairs = pipeline.compile_for(lambda s, b, h, q, k: s + pairs[q % 64, k % 64], causal, shapes=shapes(), target=HOPPER)
+    assert of_pairs.backend is backends.TRITON and "because of captured values that are read for each pair" in of_pairs.reason
+    for score in (lambda s, b, h, q, k: s + table[k % 64], lambda s, b, h, q, k: s + table[(q - k) % 64]):
+        assert pipeline.compile_for(score, causal, shapes=shapes(), target=HOPPER).backend.name == "cute"
+
+
+def test_triton_runs_the_backward_pass_for_values_of_diagonals():
+    """Its kernels work them out once for each diagonal; that of the cute backend reads them for each pair."""
+    pytest.importorskip("cutlass", reason="needs the package nvidia-cutlass-dsl")
     table = torch.zeros(64)
-    relative = pipeline.compile_for(lambda s, b, h, q, k: s + table[(q - k) % 64], causal, shapes=shapes(), target=HOPPER)
-    assert relative.backend is backends.TRITON and "because of captured values that are read for each pair" in relative.reason
-    assert pipeline.compile_for(lambda s, b, h, q, k: s + table[k % 64], causal, shapes=shapes(), target=HOPPER).backend.name == "cute"
+    for score, name in ((lambda s, b, h, q, k: s + table[k % 64], "cute"), (lambda s, b, h, q, k: s + table[(q - k) % 64], "triton")):
+        artifact = pipeline.compile_for(score, causal, shapes=shapes(), target=HOPPER)
+        backend, why = backends.backward_of(artifact.backend, artifact.lowered, shapes(), HOPPER, Options())
+        assert backend.name == name and ("reads one by one" in why) == (name == "triton")
 
 
 @pytest.mark.parametrize("package", ["cutlass", "tvm_ffi"])

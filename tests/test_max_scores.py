@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import flexc
-from flexc.errors import UnsupportedError
 from tests.accuracy import distance, normal, qkv
 
 largest_scores = importlib.import_module("flexc.reference").largest_scores
@@ -119,11 +118,11 @@ def test_under_vmap_and_grad():
 
 
 def test_the_operator_passes_pytorchs_checks():
-    from flexc import operators
+    from flexc import operators, variants
 
     q, k, v = qkv(q_len=20, grad=True)
     kernel = flexc.attention(None, late)
-    text = operators.variant_of(kernel, flexc.frontend.trace(None, late)[0]).text
+    text = variants.variant_of(kernel, flexc.frontend.trace(None, late)[0]).text
     torch.library.opcheck(operators.ATTENTION_WITH_MAX, (q, k, v, [], text, None, [], []))
 
 
@@ -142,13 +141,14 @@ def test_positions():
     assert distance(found, largest_scores(None, kernel.mask_mod, q, k, q_offset=30, kv_len=45)) < 2e-5
 
 
-def test_the_cute_backend_refuses():
+def test_auto_takes_cute_for_them_on_hopper():
+    pytest.importorskip("cutlass", reason="needs the package nvidia-cutlass-dsl")
     from flexc.backends import Options, Shapes
     from flexc.pipeline import compile_for
 
     shapes = Shapes(1, 2, 2, 128, 128, 64, 64, torch.bfloat16)
-    with pytest.raises((UnsupportedError, flexc.errors.ToolchainError), match="returns no largest scores|needs the package"):
-        compile_for(None, late, shapes=shapes, target=flexc.Target.parse("sm_90a"), backend="cute", options=Options(max_scores=True))
+    artifact = compile_for(None, late, shapes=shapes, target=flexc.Target.parse("sm_90a"), options=Options(max_scores=True))
+    assert artifact.backend.name == "cute" and artifact.plan.max_scores and "return out, lse, largest" in artifact.source
 
 
 INTERPRETED = """

@@ -5,7 +5,8 @@ Guarantees: for every position, `logit2 * outer` equals the score times log2(e),
 before the multiplication, and the multiplication joins the subtraction of the maximum in one FMA. Position differences that are only used
 as floats are formed in float32: exact below 2^24 tokens, and one FADD instead of an integer subtraction and a conversion. A captured
 number that is added to the score stays finite, beyond ±2.36e38 as that number: the least float32, which stands for -inf in some biases,
-would overflow when multiplied by log2(e), and a row of it alone would have no key where eager PyTorch gives the mean of all.
+would overflow when multiplied by log2(e), and a row of it alone would have no key where eager PyTorch gives the mean of all. Such a score
+has no `outer`: an FMA that skips the rounding of a huge product, which the maximum has, makes weights of infinity.
 Leaves alone: the mask, which never sees a score; products of positions that a step function reads (see `ir.ops.feeding_steps`), which are
 rounded as the user wrote them. Those of the raw product are not exact to the last bit in any order.
 """
@@ -15,7 +16,9 @@ from __future__ import annotations
 import math
 
 from flexc.ir import ops
+from flexc.ir.addends import adds_wide_capture, hands_on, wide_captures
 from flexc.ir.bounds import bounds
+from flexc.ir.collisions import is_diagonal
 from flexc.ir.dependence import DIAGONAL, ELEMENT, rate_of
 from flexc.ir.graph import FLOAT32, INPUTS, INT32, Graph, Node, Rewriter, const, const_value, input_node, inputs_of, substitute, topological
 from flexc.ir.interval import Interval
@@ -27,7 +30,6 @@ RAW = input_node("raw")  # q·k before the scale
 SCALE = input_node("scale")  # uniform, positive
 _LIMIT = _FLOAT32_MAX / LOG2E * (1 - 2.0**-20)  # times log2(e), and a moderate score added, it is still finite
 _MODERATE = 1e30
-_WIDE = ("float64", "float32", "bfloat16")  # dtypes of numbers past the limit
 
 
 def lower_to_base2(graph: Graph) -> Graph:
@@ -44,7 +46,7 @@ def lower_to_base2(graph: Graph) -> Graph:
     lower = Rewriter(_lowered, {node: exact(node) for node in stepped})
     outputs: dict[str, Node | None] = {name: lower(node) for name, node in roots.items()}
     lowered = lower(root)
-    body, outer = _split_positive_factor(lowered)
+    body, outer = (lowered, None) if adds_wide_capture(score, graph) else _split_positive_factor(lowered)
     if outer is None:
         body, outer = _push(const(LOG2E), lowered), const(1.0)
     else:
@@ -58,9 +60,9 @@ def _finite_addends(score: Node, graph: Graph) -> Node:
 
     A captured value that multiplies the score or a position is left alone: there an overflow is the user's own.
     """
-    huge = {node for node in topological([score]) if node.op == "gather" and graph.tensors[node.attrs[0]].dtype in _WIDE}
-    if not huge:
+    if not adds_wide_capture(score, graph):
         return score
+    huge = wide_captures(score, graph)
     known = bounds([score], {name: Interval.of(-_MODERATE, _MODERATE) for name in INPUTS})
 
     def limited(node: Node) -> Node:
@@ -71,16 +73,9 @@ def _finite_addends(score: Node, graph: Graph) -> Node:
             return ops.apply("where", ops.apply("lt", ops.apply("abs", node), const(math.inf)), inside, node)
         if node.op == "where":
             return ops.apply("where", node.args[0], *map(limited, node.args[1:]))
-        is_scaled = node.op == "mul" and (all(map(_is_captured, node.args)) or any(a.op == "const" for a in node.args))
-        if is_scaled or node.op in ("add", "sub", "neg", "minimum", "maximum"):
-            return ops.apply(node.op, *map(limited, node.args))
-        return node
+        return ops.apply(node.op, *map(limited, node.args)) if hands_on(node) else node
 
     return limited(score)
-
-
-def _is_captured(node: Node) -> bool:
-    return node.op in ("gather", "scalar", "const")
 
 
 def _lowered(node: Node) -> Node:
@@ -147,9 +142,14 @@ def _is_element(node: Node) -> bool:
     return rate_of(node) in (ELEMENT, DIAGONAL)
 
 
+def _is_read_by_diagonal(node: Node) -> bool:
+    """Whether it comes from a captured tensor and depends on q_idx - kv_idx alone: GPU kernels work it out once for each diagonal."""
+    return any(below.op == "gather" and _is_element(below) for below in topological([node])) and is_diagonal(node)
+
+
 def _absorbs(node: Node) -> bool:
     """Whether a uniform factor can be pushed into the node without a multiplication for each element."""
-    if not _is_element(node):
+    if not _is_element(node) or _is_read_by_diagonal(node):
         return True
     if node.op == "mul":
         return any(_absorbs(a) for a in node.args)
@@ -162,7 +162,7 @@ def _absorbs(node: Node) -> bool:
 
 def _push(factor: Node, node: Node) -> Node:
     """factor * node, with the factor moved into parts of lower rate where that saves a multiplication for each element."""
-    if not _is_element(node) or not _absorbs(node):
+    if not _is_element(node) or not _absorbs(node) or _is_read_by_diagonal(node):
         return _fold(node * factor)
     if node.op == "mul":
         left, right = node.args

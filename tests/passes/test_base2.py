@@ -119,6 +119,16 @@ def test_a_number_at_the_end_of_float32_stays_finite(value):
     assert is_const(infinite.args[2], -math.inf)
 
 
+def test_log2_e_is_part_of_a_captured_value_of_a_diagonal():
+    """Which GPU kernels work out once for each diagonal: an element is left one multiplication and one addition."""
+    graph = lowered(S + gather(0, FLOAT32, [H, Q - K]), (TensorInput("table", "float16", 2, True),))
+    logit = output(graph, "logit2")
+    assert logit.op == "add" and is_const(output(graph, "outer"), 1.0)
+    product, value = logit.args
+    assert product.args[0] is RAW and rate_of(product.args[1]) == UNIFORM
+    assert value.op == "mul" and rate_of(value) == DIAGONAL and value.args[0].op == "gather"
+
+
 LEAST = torch.finfo(torch.float32).min
 ROW_BIAS = (TensorInput("bias", "float32", 1, True),)
 
@@ -148,6 +158,12 @@ def test_a_captured_number_at_the_end_of_float32_stays_finite(score):
     found = logits(score, torch.tensor([1.0, LEAST, LEAST * 0.75, -1e30, -math.inf]))
     assert found[:4].isfinite().all() and found[1] == found[2] < found[3] < found[0]
     assert found[4] == -math.inf or score is SUMS["larger"]
+
+
+@pytest.mark.parametrize("score", SUMS.values(), ids=SUMS.keys())
+def test_a_huge_score_has_no_factor_outside(score):
+    """An FMA with it would skip the rounding that the row's maximum has."""
+    assert is_const(output(lower_to_base2(Graph((("score", score),), ROW_BIAS)), "outer"), 1.0)
 
 
 def test_captured_numbers_of_both_signs_and_nan():

@@ -197,7 +197,7 @@ def candidates(graph: Graph, target: Target, padded_dim: int, padded_dim_v: int,
             continue
         # A tile that waits until its queries' memory is free again gains nothing from being known before.
         found.append(replace(tile, scheduler=("dynamic" if out_buffer == "own" else "grid") if has_mask else "static"))
-    return found
+    return sorted(found, key=lambda tile: tile.scheduler == "grid")  # a queue is worth more than columns
 
 
 def _small(sizes: _Sizes, padded_dim_v: int) -> _Sizes:
@@ -270,8 +270,8 @@ def make_plan(
         tile.cluster in _CLUSTERS and group % tile.cluster == 0 and graph.mask is None and tile.scheduler == "static"
     ):
         raise UnsupportedError(
-            f"tile {tile} on the cute backend: clusters are of 2, static, and for kernels without a mask whose tiles side by side are heads "
-            f"of one key/value head; this one {'has a mask' if graph.mask is not None else f'has {group} of them'}"
+            f"tile {tile} on the cute backend: clusters are of 2, static, and for kernels without a mask whose tiles side by side are "
+            f"heads of one key/value head; this one {'has a mask' if graph.mask is not None else f'has {group} of them'}"
         )
     shift = None if exact or max_scores else shift_of(graph, dtype)
     return Plan(

@@ -215,9 +215,9 @@ def test_values_of_diagonals_are_worked_out_once_for_each():
     text = text_of(*VARIANTS["bucketed"])
     assert "tiles.element(" not in function(text, "block_scores") and "tiles.element(" in function(text, "block_diagonals")
     (_, every) = loops(text, "all")
-    order = ["begin_scores(", "block_diagonals(", "group_barrier(", "read_diagonals(", "wait_group(1)", "block_scores("]
+    order = ["begin_scores(", "block_diagonals(", "group_barrier(", "wait_group(1)", "read_diagonals(", "block_scores("]
     places = [every.index(step) for step in order]
-    assert places == sorted(places) and all(every.count(step) == 1 for step in order), "all of it under the products"
+    assert places == sorted(places) and all(every.count(step) == 1 for step in order), "they are worked out under the products"
 
 
 def test_diagonals_of_a_mask_are_worked_out_in_partial_blocks_only():
