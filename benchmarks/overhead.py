@@ -2,32 +2,29 @@
 
     python benchmarks/overhead.py                                       # B1 H4 S256 D64, a score function, a mask, a captured tensor
     python benchmarks/overhead.py --systems flexc-triton,flexc-cute,sdpa,flex --out results/overhead.jsonl
-    python benchmarks/overhead.py --profile profile                     # profile/calls.txt and profile/flame.svg: where flexc's time goes
+    python benchmarks/overhead.py --grad                                # with a gradient to come
+    python benchmarks/overhead.py --systems flexc-triton --profile profile    # profile/flexc-triton.svg and .txt: where the time goes
 
 On a GPU, `us` is the time until a call returns, with nothing waited for: kernels run behind it. On a CPU a call computes before it returns,
 so there flexc's own part is `around_us`: the same call where the generated module gives a ready result; it is measured on a GPU too.
-Systems take turns, and medians over all turns are printed. SDPA computes plain attention: what any call of PyTorch costs.
+Systems take turns, and medians over all turns are printed. SDPA computes plain attention: what any call of PyTorch costs. flexc and SDPA
+are there as `NAME-compiled`, too, inside torch.compile, and all as `NAME-graph`, the replay of a CUDA graph. FlexAttention is compiled.
 """
 
 from __future__ import annotations
 
 import argparse
-import cProfile
-import html
-import io
 import json
-import pstats
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from flame import write
 from measure import circumstances, describe
 from systems import Missing, Shape
 
@@ -112,18 +109,18 @@ def graph_call(make: Callable[[Problem], Callable[[], object]]) -> Callable[[Pro
     return prepare
 
 
-SYSTEMS: dict[str, Callable[[Problem], Callable[[], object]]] = {
+PLAIN: dict[str, Callable[[Problem], Callable[[], object]]] = {
     "flexc": flexc_call,
     "flexc-triton": flexc_on("triton"),
     "flexc-cute": flexc_on("cute"),
     "sdpa": sdpa_call,
     "flex": flex_call,
     "flex-flash": lambda problem: flex_call(problem, BACKEND="FLASH"),
-    "flexc-compiled": compiled_call(flexc_call),
-    "flexc-cute-compiled": compiled_call(flexc_on("cute")),
-    "sdpa-compiled": compiled_call(sdpa_call),
-    "flexc-graph": graph_call(flexc_call),
-    "sdpa-graph": graph_call(sdpa_call),
+}
+SYSTEMS = {
+    **PLAIN,
+    **{f"{name}-compiled": compiled_call(make) for name, make in PLAIN.items() if not name.startswith("flex-") and name != "flex"},
+    **{f"{name}-graph": graph_call(make) for name, make in PLAIN.items()},
 }
 DEFAULT = ("flexc", "sdpa", "flex")
 
@@ -143,22 +140,26 @@ def around_us(problem: Problem, turns: int, count: int, backend: str = "auto") -
         module.forward = forward
 
 
+def waiting_for(device: torch.device) -> Callable[[], object]:
+    """What waits until a device has nothing left to do."""
+    return torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+
 def microseconds(calls: dict[str, Callable[[], object]], turns: int, count: int, device: torch.device) -> dict[str, float]:
     """Median host time of one call, over turns of `count` calls each in which the systems alternate."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait = waiting_for(device)
     found: dict[str, list[float]] = {name: [] for name in calls}
-    with torch.no_grad():
-        for call in calls.values():
-            for _ in range(20):
+    for call in calls.values():
+        for _ in range(20):
+            call()
+    for _ in range(turns):
+        for name, call in calls.items():
+            wait()
+            start = time.perf_counter()
+            for _ in range(count):
                 call()
-        for _ in range(turns):
-            for name, call in calls.items():
-                wait()
-                start = time.perf_counter()
-                for _ in range(count):
-                    call()
-                found[name].append((time.perf_counter() - start) / count * 1e6)
-        wait()
+            found[name].append((time.perf_counter() - start) / count * 1e6)
+    wait()
     return {name: statistics.median(times) for name, times in found.items()}
 
 
@@ -168,107 +169,13 @@ def measured(problem: Problem, names: list[str], turns: int, count: int, report:
     for name in names:
         try:
             calls[name] = SYSTEMS[name](problem)
-            with torch.no_grad():
-                calls[name]()
+            calls[name]()
         except Missing as error:
             report(f"{name}: skipped, {error}")
         except Exception as error:
             calls.pop(name, None)
             report(f"{name}: {describe(error)}")
     return microseconds(calls, turns, count, problem.q.device)
-
-
-# --- where the time goes ----------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Frame:
-    """A function as reached by one path of calls."""
-
-    name: str
-    seconds: float = 0.0
-    below: dict[str, Frame] = field(default_factory=dict)
-
-    def child(self, name: str) -> Frame:
-        return self.below.setdefault(name, Frame(name))
-
-
-def tree_of(call: Callable[[], object], count: int) -> Frame:
-    """Time by path of calls, of `count` calls under a profiler that is told of every function's begin and end."""
-    root = Frame("call")
-    stack: list[tuple[Frame, float]] = []
-
-    def name_of(frame: FrameType, argument: Any, event: str) -> str:
-        if event.startswith("c_"):
-            return getattr(argument, "__qualname__", str(argument))
-        code = frame.f_code
-        return f"{code.co_qualname if sys.version_info >= (3, 11) else code.co_name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
-
-    def seen(frame: FrameType, event: str, argument: Any) -> None:
-        if argument is sys.setprofile:  # the end of the profile itself
-            return
-        if event in ("call", "c_call"):
-            above = stack[-1][0] if stack else root
-            stack.append((above.child(name_of(frame, argument, event)), time.perf_counter()))
-        elif stack:
-            node, start = stack.pop()
-            node.seconds += time.perf_counter() - start
-
-    for _ in range(count):
-        sys.setprofile(seen)
-        call()
-        sys.setprofile(None)
-        stack.clear()
-    root.seconds = sum(child.seconds for child in root.below.values())
-    return root
-
-
-def rectangles(frame: Frame, left: float, depth: int, least: float) -> Iterator[tuple[float, int, Frame]]:
-    """(start in seconds, depth, frame) of each frame that is wide enough to see."""
-    yield left, depth, frame
-    for child in sorted(frame.below.values(), key=lambda f: -f.seconds):
-        if child.seconds >= least:
-            yield from rectangles(child, left, depth + 1, least)
-        left += child.seconds
-
-
-def flame_svg(root: Frame, count: int, title: str) -> str:
-    """A flame graph, the call at the top: the width of a box is its share of the time, what it calls stands below it."""
-    width, height = 1200, 18
-    boxes = list(rectangles(root, 0.0, 0, root.seconds / 400))
-    rows = 1 + max(depth for _, depth, _ in boxes)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{(rows + 2) * height}" font-family="monospace" font-size="11">',
-        f'<text x="4" y="14">{html.escape(title)}</text>',
-    ]
-    for left, depth, frame in boxes:
-        x, w, y = width * left / root.seconds, width * frame.seconds / root.seconds, (depth + 1.2) * height
-        hue = 210 if "flexc" in frame.name or ".py" not in frame.name else 30 + sum(map(ord, frame.name)) % 25
-        label = html.escape(frame.name[: max(0, int(w / 6.7))])
-        note = html.escape(f"{frame.name}: {frame.seconds / count * 1e6:.1f} µs, {frame.seconds / root.seconds:.1%}")
-        parts.append(
-            f'<g><title>{note}</title><rect x="{x:.1f}" y="{y:.1f}" width="{max(w - 0.5, 0.5):.1f}" height="{height - 1}" '
-            f'fill="hsl({hue}, 70%, 75%)"/><text x="{x + 2:.1f}" y="{y + 13:.1f}">{label}</text></g>'
-        )
-    return "\n".join([*parts, "</svg>\n"])
-
-
-def profile(call: Callable[[], object], folder: Path, title: str, count: int = 300) -> None:
-    """Write calls.txt, functions by cumulative time, and flame.svg."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with torch.no_grad():
-        for _ in range(20):
-            call()
-        profiler = cProfile.Profile()
-        profiler.enable()
-        for _ in range(count):
-            call()
-        profiler.disable()
-        tree = tree_of(call, count)
-    text = io.StringIO()
-    pstats.Stats(profiler, stream=text).sort_stats("cumulative").print_stats(40)
-    (folder / "calls.txt").write_text(f"{title}, {count} calls\n{text.getvalue()}")
-    (folder / "flame.svg").write_text(flame_svg(tree, count, f"{title}; {tree.seconds / count * 1e6:.0f} µs a call under the profiler"))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -280,7 +187,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--turns", type=int, default=30)
     parser.add_argument("--count", type=int, default=100, help="calls a turn")
     parser.add_argument("--out", type=Path, help="append a JSON line for each system")
-    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="also write where the time of flexc's call goes")
+    parser.add_argument("--grad", action="store_true", help="q requires a gradient")
+    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="also write where the time of each of flexc's calls goes")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each profile")
     options = parser.parse_args(arguments)
     names = options.systems.split(",")
     unknown = set(names) - set(SYSTEMS)
@@ -288,25 +197,33 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"unknown systems: {', '.join(sorted(unknown))}; known: {', '.join(SYSTEMS)}")
     device = torch.device(options.device)
     dtype = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
+    with torch.set_grad_enabled(options.grad):
+        _measure(options, names, device, dtype)
+
+
+def _measure(options: argparse.Namespace, names: list[str], device: torch.device, dtype: str) -> None:
     problem = Problem.of(options.shape, DTYPES[dtype], device)
+    problem.q.requires_grad_(options.grad)
     title = f"{options.shape} {dtype} on {circumstances(device)['device']}"
     print(title)
     times = measured(problem, names, options.turns, options.count, print)
-    records = []
     for name, us in times.items():
-        record = {"system": name, "pattern": "alibi_window", "dtype": dtype, **vars(options.shape), "direction": "fwd", "us": round(us, 2)}
-        if name in ("flexc", "flexc-triton", "flexc-cute"):
-            backend = name.partition("-")[2] or "auto"
-            record["around_us"] = round(around_us(problem, options.turns, options.count, backend), 2)
-        records.append({**record, **circumstances(device)})
-        note = f"   of which around the generated module {record['around_us']:.1f}" if "around_us" in record else ""
-        print(f"{name:16}{us:10.1f} µs{note}")
+        print(f"{name:22}{us:8.1f} µs", flush=True)
+    kind = {"pattern": "alibi_window", "dtype": dtype, **vars(options.shape), "grad": options.grad}
+    records = [{"system": name, **kind, "us": round(us, 2), **circumstances(device)} for name, us in times.items()]
+    for record in records:
+        name = str(record["system"])
+        if name in PLAIN and name.startswith("flexc"):
+            around = around_us(problem, options.turns, options.count, name.partition("-")[2] or "auto")
+            record["around_us"] = round(around, 2)
+            print(f"{name:22}{around:8.1f} µs of it around the generated module", flush=True)
     if options.out:
         with options.out.open("a") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
     if options.profile:
-        profile(flexc_call(problem), options.profile, title)
-        print(f"{options.profile / 'calls.txt'} and {options.profile / 'flame.svg'}")
+        for name in (name for name in times if name in PLAIN and name.startswith("flexc")):
+            written = write(SYSTEMS[name](problem), options.profile, name, title, options.seconds, waiting_for(device))
+            print(" and ".join(map(str, written)))
 
 
 if __name__ == "__main__":

@@ -3,16 +3,19 @@
     python benchmarks/recompilations.py                              # 200 steps, forward and backward where the system has one
     python benchmarks/recompilations.py --steps 12 --systems flexc-triton,flex --device cuda
 
-One line a system: how many compilations it made of each kind, how many steps ran dense and uncompiled, seconds in all and for the
-slowest step after the tenth. FlexAttention's functions are made anew each step, as a training loop does, with its block mask.
+One line a system: steps that failed, compilations, and at most of one kind (a module of forward or of backward kernels, one kernel's
+machine code), steps that ran dense and uncompiled, seconds in all and of the slowest step after the tenth. Functions are made anew at each
+step, as in a training loop, and for FlexAttention its block mask.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -53,7 +56,9 @@ def flexc_steps(backend: str) -> Callable[[argparse.Namespace], tuple[Callable[.
         flexc.compile_log(reset=True)
 
         def counts() -> dict[str, int]:
-            return {kind: len(flexc.compile_log().of(kind).compiled) for kind in ("source", "binary")} | {"dense_steps": 0}
+            log = flexc.compile_log().compiled
+            kinds = Counter((entry.kind, entry.variant, entry.reason.startswith("the backward pass")) for entry in log)
+            return {"compilations": len(log), "most_of_a_kind": max(kinds.values(), default=0), "dense_steps": 0}
 
         return lambda score, mask, q, k, v: flexc.attention(score, mask, backend=backend)(q, k, v), counts
 
@@ -81,7 +86,11 @@ def flex_steps(options: argparse.Namespace) -> tuple[Callable[..., torch.Tensor]
         blocks = create_block_mask(mask, None, None, q.shape[2], k.shape[2], device=q.device)
         return compiled(q, k, v, score, blocks)
 
-    return call, lambda: {"graphs": counters["stats"]["unique_graphs"], "dense_steps": dense_steps}
+    def counts() -> dict[str, int]:
+        graphs = counters["stats"]["unique_graphs"]  # Dynamo compiles one function: all are of a kind
+        return {"compilations": graphs, "most_of_a_kind": graphs, "dense_steps": dense_steps}
+
+    return call, counts
 
 
 SYSTEMS = {"flexc-cpu": flexc_steps("cpu"), "flexc-triton": flexc_steps("triton"), "flexc-cute": flexc_steps("cute"), "flex": flex_steps}
@@ -91,32 +100,43 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """What one system did."""
     device = torch.device(options.device)
     call, counts = SYSTEMS[name](options)
-    slowest, started = 0.0, time.perf_counter()
+    slowest, made, failures, started = 0.0, 0, [], time.perf_counter()
     for step, (window, cap, batch, length) in enumerate(steps_of(options.steps, options.longest)):
         begin = time.perf_counter()
         is_trained = device.type == "cuda" or name != "flex"  # FlexAttention has no backward pass on the CPU
         q, k, v = (x.requires_grad_(is_trained) for x in inputs_of(batch, length, device))
-        out = call(*functions_of(window, cap), q, k, v)
-        if is_trained:
-            out.sum().backward()
+        try:
+            out = call(*functions_of(window, options.cap or cap), q, k, v)
+            if is_trained:
+                out.sum().backward()
+        except Exception as error:
+            failures.append(f"step {step}: {describe(error)}")
         if device.type == "cuda":
             torch.cuda.synchronize()
         if step >= 10:
             slowest = max(slowest, time.perf_counter() - begin)
+        made = step + 1
+        if time.perf_counter() - started > options.seconds:
+            break
     spent = time.perf_counter() - started
-    return {"system": name, "steps": options.steps, **counts(), "s": round(spent, 1), "slowest_s": round(slowest, 3)}
+    if failures:
+        print(f"{name} failed at {len(failures)} of {made} steps; {failures[0]}")
+    counted = {"steps": made, "failed": len(failures), "cap": options.cap or "changes"}
+    return {"system": name, **counted, **counts(), "s": round(spent, 1), "slowest_s": round(slowest, 3)}
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="fewer steps where they take longer")
+    parser.add_argument("--cap", type=float, help="the same soft-cap at every step")
     parser.add_argument("--longest", type=int, default=1024)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--systems", help=f"of {', '.join(SYSTEMS)}; default: those of the device")
     parser.add_argument("--out", type=Path, help="append a JSON line for each system")
     options = parser.parse_args(arguments)
     on_gpu = options.device.startswith("cuda")
-    names = options.systems.split(",") if options.systems else ["flexc-triton", "flex"] if on_gpu else ["flexc-cpu", "flex"]
+    names = options.systems.split(",") if options.systems else ["flexc-triton", "flexc-cute", "flex"] if on_gpu else ["flexc-cpu", "flex"]
     for name in names:
         try:
             record = run(name, options)

@@ -2,8 +2,9 @@
 
     print(flexc.compile_log())
 
-A compilation is a generated module (kind "source": passes, plan, text) or machine code of one kernel of it (kind "binary"). Both may be
-found on the disk instead: then nothing is compiled, and the log says so. Nothing here runs in a call that finds its kernel in memory.
+A compilation is a generated module (kind "source": passes, plan, text), on a GPU the module that makes its block maps (kind "map"), or
+machine code of one kernel of either (kind "binary"). All may be found on the disk instead: then nothing is compiled, and the log says so.
+Nothing here runs in a call that finds its kernel in memory.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Compilation:
     """One line of the log.
 
     Attributes:
-        kind: "source", a generated module, or "binary", machine code of one kernel.
+        kind: "source", a generated module; "map", one that makes block maps; or "binary", machine code of one kernel.
         variant: what the user calls it; for a binary also the kernel.
         backend, target: who generated it, for which architecture.
         reason: why, in words, by comparison with what this process has compiled of the same functions before.
@@ -58,7 +59,7 @@ class CompileLog(Sequence[Compilation]):
         return CompileLog(e for e in self._entries if not e.loaded)
 
     def of(self, kind: str) -> CompileLog:
-        """Those of one kind, "source" or "binary"."""
+        """Those of one kind: "source", "map" or "binary"."""
         return CompileLog(e for e in self._entries if e.kind == kind)
 
     @property
@@ -129,9 +130,7 @@ def refuse_if_forbidden(what: str, reason: str, backend: str, target: str, key: 
         raise NoCompileError(
             f"{what} would have to be compiled for {target} by the {backend} backend\n"
             f"  why: {reason}; the disk cache does not have it (key {key[:12]}), and FLEXC_NO_COMPILE=1 forbids to compile it\n"
-            "  instead: compile it ahead with kernel.warmup(specs) under the same FLEXC_CACHE_DIR"
-            + (" and TRITON_CACHE_DIR" if backend == "triton" else "")
-            + ", or ship a cache that has it"
+            "  instead: compile it ahead with kernel.warmup(specs) under the same FLEXC_CACHE_DIR, or ship a cache that has it"
         )
 
 

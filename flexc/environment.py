@@ -97,7 +97,7 @@ def report() -> str:
     try:
         current = settings.current()
         lines += [f"  {row.variable}={_value(getattr(current, row.field))}{_origin(row.variable)}" for row in settings.TABLE]
-        lines += ["", "cache", f"  {_cache_line(current)}", f"  machine code of the triton backend: {_triton_cache()}"]
+        lines += ["", "cache", f"  {_cache_line(current)}"]
     except FlexcError as error:
         lines.append(f"  {error}")
     return "\n".join(lines)
@@ -120,12 +120,6 @@ def _value(value: object) -> str:
 
 def _origin(variable: str) -> str:
     return "" if os.environ.get(variable) else "  (default)"
-
-
-def _triton_cache() -> Path:
-    """Where Triton keeps what it compiles."""
-    home = os.environ.get("TRITON_HOME") or Path.home()
-    return Path(os.environ.get("TRITON_CACHE_DIR") or Path(home) / ".triton" / "cache")
 
 
 def _cache_line(current: settings.Settings) -> str:

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from flexc import frontend, operators
+from flexc import frontend
 from flexc.errors import InputError, UnsupportedError
 from flexc.ir.graph import INT32, Graph, Node, ScalarInput, inputs_of, make, rewrite_graph, scalar
+from flexc.operator_calls import call_variant
+from flexc.variants import Variant, trace_of_graph, variant_of
 
 if TYPE_CHECKING:
     from flexc.api import Kernel
@@ -51,20 +53,20 @@ def call(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, scale: float | None, m
     variant, offsets = _variant(kernel, trace, layout)
     binding = frontend.Binding(tensors, binding.scalars + offsets)
     local = [x.to_local() for x in layout.inputs]
-    out, *rows = operators.call_variant(variant, local[0], local[1], local[2], scale, binding, max_scores)
+    out, *rows = call_variant(variant, local[0], local[1], local[2], scale, binding, max_scores)
     shape = (*q.shape[:3], v.shape[3])
     return _distributed(out, layout, shape), *(_distributed(x, layout, shape[:3]) for x in rows)
 
 
-def _variant(kernel: Kernel, trace: frontend.Trace, layout: _Layout) -> tuple[operators.Variant, tuple[int, ...]]:
+def _variant(kernel: Kernel, trace: frontend.Trace, layout: _Layout) -> tuple[Variant, tuple[int, ...]]:
     """The variant whose `batch` and `head` count from the rank's first, and those."""
     graph = trace.graph
     read = {name for _, node in graph.outputs for name in inputs_of(node)}
     names = tuple(name for name in ("batch", "head") if name in read & layout.sharded)
     if names:
         trace = _shifted(graph, names)
-    variant = operators.variant_of(kernel, trace)
-    variant.users.add(kernel)
+    variant = variant_of(kernel, trace)
+    variant.serve(kernel)
     return variant, tuple(layout.offsets[name] for name in names)
 
 
@@ -86,7 +88,7 @@ def _shifted(graph: Graph, names: tuple[str, ...]) -> frontend.Trace:
         outputs = rewrite_graph(graph, rule).outputs
         if len(_traces) >= _MOST_TRACES:
             _traces.clear()
-        found = _traces[graph, names] = operators.trace_of_graph(Graph(outputs, graph.tensors, graph.scalars + specs))
+        found = _traces[graph, names] = trace_of_graph(Graph(outputs, graph.tensors, graph.scalars + specs))
     return found
 
 

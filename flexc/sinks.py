@@ -12,8 +12,10 @@ import math
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from flexc.errors import InputError, ShapeError
+from flexc.watched import is_distributed
 
 Tensor = torch.Tensor
 
@@ -38,7 +40,7 @@ def refuse_bad_sink(sink: Any, q: Tensor) -> None:
     """A sink that does not fit the queries [B, Hq, Sq, D].
 
     Raises:
-        InputError: no float tensor, or on another device.
+        InputError: no float tensor, on another device, or a plain tensor beside distributed ones.
         ShapeError: not one logit for each query head.
     """
     if not isinstance(sink, Tensor) or not sink.is_floating_point():
@@ -48,3 +50,9 @@ def refuse_bad_sink(sink: Any, q: Tensor) -> None:
         raise ShapeError(f"expected sink of shape ({q.shape[1]},), one logit for each query head, got {tuple(sink.shape)}")
     if sink.device != q.device:
         raise InputError(f"sink is on {sink.device}, q on {q.device}: move it with sink.to(q.device)")
+    if not is_dynamo_compiling() and is_distributed(q) != is_distributed(sink):
+        kinds = ["a DTensor" if is_distributed(x) else "a plain tensor" for x in (sink, q)]
+        raise InputError(
+            f"sink is {kinds[0]} and q is {kinds[1]}; expected both alike: distribute_tensor(sink, mesh, [Shard(0)]) where q is sharded on "
+            "heads, [Replicate()] elsewhere; or sink.full_tensor()"
+        )

@@ -2,10 +2,9 @@
 
     local.warmup([{"heads": 16, "heads_kv": 4, "head_dim": 128, "q_len": 1, "kv_len": 8192}, Spec(target="sm_90a", dtype="float16")])
 
-No tensors are made. Sources go into flexc's disk cache; machine code, which takes the time, is compiled by worker processes side by side
-into Triton's cache, or for the cute backend into flexc's. Afterwards a process with the same two folders runs those calls under
-FLEXC_NO_COMPILE=1. Lengths, batch and heads are arguments of a kernel: one spec serves all of them, as long as head dims, dtype and the
-ratio of heads stay.
+No tensors are made. Sources and machine code go into flexc's disk cache; machine code, which takes the time, is compiled by worker
+processes side by side. Afterwards a process with the same folder runs those calls under FLEXC_NO_COMPILE=1. Lengths, batch and heads are
+arguments of a kernel: one spec serves all of them, as long as head dims, dtype and the ratio of heads stay.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from flexc.errors import InputError, ShapeError, ToolchainError
 from flexc.inference.decode import of_decoding
 from flexc.ir.graph import inputs_of
 from flexc.pipeline import Artifact
+from flexc.runtime.cache import cache_of
 from flexc.runtime.cute_compile import CuteJob
 from flexc.runtime.triton_ahead import Job, KernelsJob, StandIn, compile_ahead, job_of, pretend_to_have
 from flexc.target import Target
@@ -351,6 +351,8 @@ class _Worker:
         command = [sys.executable, "-c", "from flexc.warmup import serve; serve()"]
         path = os.pathsep.join(entry for entry in sys.path if entry)
         environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+        environment["FLEXC_CACHE_DIR"] = str(cache_of(settings.current()).root)  # the parent's own, where that ends with the parent
+        environment.pop("FLEXC_NO_DISK_CACHE", None)
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
         self._process = subprocess.Popen(command, text=True, env=environment, **pipes)
         return self

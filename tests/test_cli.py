@@ -157,18 +157,6 @@ def test_env_shows_a_bad_setting_without_failing(monkeypatch):
     assert "FLEXC_EAGER: expected 0 or 1, got 'maybe'" in flexc("env")
 
 
-def test_env_says_where_triton_keeps_machine_code(monkeypatch, tmp_path):
-    """As Triton finds it, but without loading Triton."""
-    from triton import knobs
-
-    for variables in ({"TRITON_CACHE_DIR": str(tmp_path)}, {"TRITON_HOME": str(tmp_path / "home")}, {}):
-        for name in ("TRITON_CACHE_DIR", "TRITON_HOME"):
-            monkeypatch.delenv(name, raising=False)
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        assert f"machine code of the triton backend: {knobs.cache_knobs().dir}\n" in flexc("env")
-
-
 def test_env_makes_no_cache(own_cache):
     flexc("env")
     assert not own_cache.exists()

@@ -14,9 +14,10 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import flexc
-from flexc import frontend, operators, pipeline
+from flexc import frontend, operators, pipeline, variants
 from flexc.errors import ShapeError, TraceError, UnsupportedError
 from flexc.launch import Launch
+from flexc.operator_calls import split_numbers
 from tests.accuracy import normal, qkv
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fresh_dynamo")]  # Dynamo's own warnings are not ours
@@ -443,8 +444,8 @@ def test_size_of_a_captured_tensor_that_is_dynamic():
 
 def variant_and_captures(kernel):
     trace, binding = frontend.trace(kernel.score_mod, kernel.mask_mod)
-    variant = operators.variant_of(kernel, trace)
-    return variant, list(binding.tensors), *operators.split_numbers(variant.graph, binding.scalars)
+    variant = variants.variant_of(kernel, trace)
+    return variant, list(binding.tensors), *split_numbers(variant.graph, binding.scalars)
 
 
 def test_compiled_region_outlives_its_kernel():
@@ -454,32 +455,32 @@ def test_compiled_region_outlives_its_kernel():
     run = compile_whole(lambda q, kernel: kernel(q, q, q))
     expected = run(q, kernel)
     variant, *_ = variant_and_captures(kernel)
-    assert kernel in variant.users
+    assert [user() for user in variant.users] == [kernel]
     pipeline.clear_cache()
-    operators._variants.clear()
+    variants._variants.clear()
     assert run(q, kernel).equal(expected)
-    remade = operators.variant_from(variant.text)
+    remade = variants.variant_from(variant.text)
     assert remade is not variant and remade.graph == variant.graph and remade.text == variant.text
     del kernel, run
     torch._dynamo.reset()
     gc.collect()
-    assert not variant.users
+    assert [user() for user in variant.users] == [None]
 
 
 def test_number_of_kept_variants_is_bounded(monkeypatch):
-    monkeypatch.setattr(operators, "_MOST_VARIANTS", 6)
-    operators._variants.clear()
+    monkeypatch.setattr(variants, "_MOST_VARIANTS", 6)
+    variants._variants.clear()
     for step in range(10):
         kernel = flexc.attention(eval(f"lambda s, b, h, i, j: s * {step + 2}"))
-        assert operators.variant_from(variant_and_captures(kernel)[0].text).runner._backend == "auto"
-    assert len(operators._variants) <= 6
+        assert variants.variant_from(variant_and_captures(kernel)[0].text).runner._backend == "auto"
+    assert len(variants._variants) <= 6
 
 
 def test_text_has_every_option():
     kernel = flexc.attention(by_global, None, backend="cpu", precision="exact", deterministic=True)
     variant, *_ = variant_and_captures(kernel)
-    operators._variants.clear()
-    runner = operators.variant_from(variant.text).runner
+    variants._variants.clear()
+    runner = variants.variant_from(variant.text).runner
     assert runner._backend == "cpu" and runner._options == kernel._options and runner.__name__ == "by_global"
     other, *_ = variant_and_captures(flexc.attention(by_global, None, backend="cpu", precision="exact"))
     assert other.text != variant.text
@@ -524,7 +525,7 @@ def test_captured_integer_too_wide_for_its_kernel_is_refused():
     width = 3
     kernel = flexc.attention(None, lambda b, h, i, j: i - j < width)
     trace, _ = frontend.trace(None, kernel.mask_mod, runs_numbers=True)
-    text, (q, k, v) = operators.variant_of(kernel, trace).text, qkv(q_len=8)
+    text, (q, k, v) = variants.variant_of(kernel, trace).text, qkv(q_len=8)
     operators.ATTENTION(q, k, v, [], text, None, [3], [])
     with pytest.raises(UnsupportedError, match="captured integer width was compiled for 32 bits, got 2147483648"):
         operators.ATTENTION(q, k, v, [], text, None, [2**31], [])
@@ -734,7 +735,7 @@ def test_export(strict, is_dynamic):
         torch.export.save(program, file)
         file.seek(0)
         loaded = torch.export.load(file)
-        operators._variants.clear()
+        variants._variants.clear()
         for made in (program, program.run_decompositions(), loaded):
             for y, truth in zip(others, expected):
                 torch.testing.assert_close(made.module()(y), truth)

@@ -237,17 +237,17 @@ print([(e.kind, e.variant, e.loaded) for e in flexc.compile_log()])
 
 
 def machine_code(folder, no_compile):
-    environment = {**os.environ, "FLEXC_CACHE_DIR": str(folder / "flexc"), "TRITON_CACHE_DIR": str(folder / "triton")}
+    environment = {**os.environ, "FLEXC_CACHE_DIR": str(folder / "flexc")}
     done = subprocess.run([sys.executable, "-c", MACHINE_CODE, no_compile], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
 def test_machine_code_that_a_launch_compiles_is_logged_or_refused(tmp_path):
-    """Triton compiles inside a launch: that counts, and what its cache has is loaded."""
+    """Triton compiles inside a launch: that counts, and what the cache has is loaded."""
     lines = machine_code(tmp_path, "1")
     assert lines[0] == "machine code of forward_kernel of doubled would have to be compiled for sm_90a by the triton backend"
-    assert "there is no binary for these arguments" in lines[1] and "TRITON_CACHE_DIR" in lines[2]
+    assert "there is no binary for these arguments" in lines[1] and "FLEXC_CACHE_DIR" in lines[2]
     assert lines[-1] == "[('source', 'doubled', False)]"
     binary = "('binary', 'doubled: forward_kernel', {})"
     assert machine_code(tmp_path, "0") == [f"[('source', 'doubled', True), {binary.format(False)}]"]

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 import flexc
-from flexc import operators
+from flexc import operators, variants
 from flexc.errors import InputError, UnsupportedError
+from flexc.transforms import Transformed
 from tests.accuracy import normal, qkv
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch's own, of functorch and of distributed tensors
@@ -128,7 +129,7 @@ def test_vmap_over_no_problems_is_refused():
     # PyTorch itself refuses a dimension of size 0 in some releases; the operator's rule is asked here.
     info = type("Info", (), {"batch_size": 0, "randomness": "error"})()
     with pytest.raises(UnsupportedError, match="vmap of flexc attention over no problems, on any backend: expected at least one"):
-        operators._Transformed.vmap(info, (None,) * 4 + (0, 0, 0), "", None, [], 0, *(torch.zeros(0, 1, 1, 1, 1),) * 3)
+        Transformed.vmap(info, (None,) * 4 + (0, 0, 0), "", None, [], 0, *(torch.zeros(0, 1, 1, 1, 1),) * 3)
 
 
 @pytest.mark.parametrize("is_compiled_gradient", [False, True])
@@ -162,7 +163,7 @@ def test_second_derivative_is_refused():
     plain = [x.detach() for x in (weight, q, k, v)]
     with refused:
         torch.func.grad(lambda q: torch.func.grad(weighted, argnums=1)(plain[0], q, *plain[2:]).square().sum())(plain[1])
-    variant = operators.variant_of(kernel := flexc.attention(None, causal), flexc.frontend.trace(None, causal)[0])
+    variant = variants.variant_of(kernel := flexc.attention(None, causal), flexc.frontend.trace(None, causal)[0])
     out, _ = operators.ATTENTION(q, k, v, [], variant.text, None, [], [])
     (first,) = torch.autograd.grad(out.sin().sum(), [q], create_graph=True)
     close(first, torch.autograd.grad(kernel(q, k, v).sin().sum(), [q])[0])
@@ -188,7 +189,7 @@ def test_gradcheck_of_the_operator(case):
     w, table = normal(2, dtype=torch.float64, grad=True), normal(12, seed=1, dtype=torch.float64, grad=True)
     score = lambda s, b, h, i, j: torch.tanh(s) * w[h] + table[i - j + 6] * s
     trace, _ = flexc.frontend.trace(score, causal)
-    text = operators.variant_of(flexc.attention(score, causal), trace).text
+    text = variants.variant_of(flexc.attention(score, causal), trace).text
     names = [spec.name for spec in trace.graph.tensors]
 
     def call(q, k, v, w, table):
@@ -258,6 +259,26 @@ def test_distributed_inputs_that_do_not_fit_are_refused(mesh):
     run = torch.compile(lambda q, k, v: kernel(q, k, v), backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="DTensors, which attention inside torch.compile does not take: .*x.to_local"):
         run(*spread(mesh, Shard(1), q, k, v))
+
+
+def test_sink_of_distributed_inputs(mesh):
+    from torch.distributed.tensor import Replicate, Shard
+
+    q, k, v = qkv(q_len=20, grad=True)
+    sink = torch.randn(4, requires_grad=True)
+    kernel = flexc.attention(None, causal)
+    out = kernel(q, k, v, sink=sink)
+    expected = torch.autograd.grad(out.square().sum(), (q, sink))
+    for placement, of_sink in ((Replicate(), Replicate()), (Shard(0), Replicate()), (Shard(1), Shard(0))):
+        inputs, (logits,) = spread(mesh, placement, q, k, v), spread(mesh, of_sink, sink)
+        found = kernel(*inputs, sink=logits)
+        torch.testing.assert_close(found.full_tensor(), out)
+        for x, y in zip(torch.autograd.grad(found.full_tensor().square().sum(), (inputs[0], logits)), expected, strict=True):
+            torch.testing.assert_close(x.full_tensor(), y)
+    with pytest.raises(InputError, match=r"sink is a plain tensor and q is a DTensor; expected both alike: distribute_tensor\(sink, "):
+        kernel(*inputs, sink=sink)
+    with pytest.raises(InputError, match=r"sink is a DTensor and q is a plain tensor; .* or sink.full_tensor\(\)"):
+        kernel(q, k, v, sink=logits)
 
 
 def test_captured_tensors_of_distributed_inputs(mesh):

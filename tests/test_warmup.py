@@ -33,8 +33,7 @@ def window(batch, head, q_idx, kv_idx):
 @pytest.fixture
 def folders(monkeypatch, tmp_path):
     """Caches of the test alone, and nothing in memory."""
-    for name, folder in (("FLEXC_CACHE_DIR", "flexc"), ("TRITON_CACHE_DIR", "triton")):
-        monkeypatch.setenv(name, str(tmp_path / folder))
+    monkeypatch.setenv("FLEXC_CACHE_DIR", str(tmp_path / "flexc"))
     pipeline.clear_cache()
     compile_log(reset=True)
     return tmp_path
@@ -42,7 +41,7 @@ def folders(monkeypatch, tmp_path):
 
 def binaries(folder, name):
     """Triton's metadata of each binary of a kernel."""
-    return [json.loads(file.read_text()) for file in folder.glob(f"triton/*/{name}.json")]
+    return [json.loads(file.read_text()) for file in folder.glob(f"flexc/*/*/{name}.json")]
 
 
 # --- this process ----------------------------------------------------------------------------------------------------------------------
@@ -152,6 +151,17 @@ def test_kernels_of_block_maps_are_compiled_for_what_a_call_gives_them(folders):
 def kernel_launch(key):
     (artifact,) = (found for found in pipeline._artifacts.values() if found.key == key)
     return artifact.module.LAUNCH
+
+
+def test_without_a_disk_cache_workers_share_that_of_the_process(folders, monkeypatch):
+    monkeypatch.setenv("FLEXC_NO_DISK_CACHE", "1")
+    kernel = flexc.attention(None, None, backend="triton")
+    spec = {"target": "sm_90", "heads": 4, "head_dim": 16, "q_len": 128, "dtype": "float16", "backward": False}
+    assert [entry.loaded for entry in kernel.warmup(spec, processes=1)] == [False, False]
+    pipeline.clear_cache()
+    monkeypatch.setenv("FLEXC_NO_COMPILE", "1")
+    assert all(entry.loaded for entry in kernel.warmup(spec, processes=1))
+    assert not (folders / "flexc").exists()
 
 
 def test_forward_alone_compiles_one_kernel(folders):

@@ -113,9 +113,9 @@ def arity_of(function: Any) -> int:
         CallableError: anything else.
     """
     if is_dynamo_compiling():
-        from flexc import dynamo
+        from flexc.dynamo import arity
 
-        return dynamo.arity(function)
+        return arity(function)
     try:
         count = frontend.arity(function)
     except (TraceError, InputError) as error:

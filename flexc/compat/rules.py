@@ -124,9 +124,9 @@ def _compiled_rule(block_mask: Any, batch: int, heads: int) -> _Rule:
 
 def dynamo_reads(rule: Any) -> Any:
     """Which of batch, head, q_idx and kv_idx a function reads that Dynamo knows."""
-    from flexc import dynamo
+    from flexc.dynamo import reads
 
-    return dynamo.reads(rule)
+    return reads(rule)
 
 
 def _version(tensor: Tensor | None) -> Any:

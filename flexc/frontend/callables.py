@@ -33,7 +33,10 @@ def is_foreign(module: str | None) -> bool:
 def inner_function(value: Any) -> tuple[str, Any] | None:
     """For a mask, a kernel, a cached or a compiled function: the attribute that holds the plain function, and the function."""
     for name in ("__flexc_function__", "_torchdynamo_orig_callable"):
-        inner = getattr(value, name, None)
+        try:
+            inner = getattr(value, name, None)
+        except LookupError:  # an object that looks attributes up in a dict
+            continue
         if callable(inner):
             return name, inner
     if isinstance(value, functools._lru_cache_wrapper):

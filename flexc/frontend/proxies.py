@@ -58,6 +58,15 @@ class _Proxy:
         self._rebuilder.guards.has_length(self._source, len(self._value))
         return len(self._value)
 
+    def _attribute(self, name: str) -> Any:
+        rebuilder, value, source = self._rebuilder, self._value, self._source
+        try:
+            attribute = getattr(value, name)
+        except AttributeError:
+            rebuilder.guards.lacks_attribute(source, name)
+            raise
+        return rebuilder.wrap(attribute, source.attribute(name))
+
 
 for _name in ("__setitem__", "__delitem__"):
     setattr(_Proxy, _name, _writer("an assignment to an element"))
@@ -117,8 +126,8 @@ class SequenceProxy(_Proxy, Sequence):  # pyright: ignore[reportIncompatibleMeth
     def __getattr__(self, name: str) -> Any:
         if name in _WRITING:
             _refuse_write(self._source, f".{name}()")
-        if name in getattr(self._value, "_fields", ()):
-            return self._rebuilder.wrap(getattr(self._value, name), self._source.attribute(name))
+        if type(self._value) not in (list, tuple):  # a named tuple, or a class of the user's
+            return self._attribute(name)
         raise AttributeError(f"{type(self._value).__name__} has no attribute {name!r}")
 
 
@@ -158,6 +167,8 @@ class DictProxy(_Proxy, Mapping):  # pyright: ignore[reportIncompatibleMethodOve
     def __getattr__(self, name: str) -> Any:
         if name in _WRITING:
             _refuse_write(self._source, f".{name}()")
+        if type(self._value) is not dict:  # a class of the user's, such as one whose items are attributes
+            return self._attribute(name)
         raise AttributeError(name)
 
 
@@ -165,13 +176,7 @@ class ObjectProxy(_Proxy):
     """A captured object: attributes, methods, calls and elements are read along its path."""
 
     def __getattr__(self, name: str) -> Any:
-        rebuilder, value, source = self._rebuilder, self._value, self._source
-        try:
-            attribute = getattr(value, name)
-        except AttributeError:
-            rebuilder.guards.lacks_attribute(source, name)
-            raise
-        return rebuilder.wrap(attribute, source.attribute(name))
+        return self._attribute(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         _refuse_write(self._source, f"an assignment to .{name}")

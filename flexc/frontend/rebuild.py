@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import types
+import weakref
 from typing import Any
 
 import numpy as np
@@ -110,7 +111,7 @@ class Rebuilder:
 
     def _callable_or_object(self, value: Any, source: Source) -> Any:
         if isinstance(value, types.FunctionType):
-            if is_foreign(value.__module__):
+            if value.__module__ not in (None, "builtins") and is_foreign(value.__module__):  # of neither: `exec` made it without a __name__
                 self.guards.identical(source, value)
                 return value
             return self.function(value, source)
@@ -121,6 +122,9 @@ class Rebuilder:
             return functools.partial(function, self.wrap(value.__self__, Source(source, "{0}.__self__", "self")))
         if isinstance(value, functools.partial):
             return self._partial(value, source)
+        if isinstance(value, weakref.ref):
+            self.guards.has_type(source, type(value))
+            return lambda: self.wrap(value(), Source(source, "{0}()", source.name))
         if isinstance(value, types.BuiltinFunctionType | np.ufunc | types.MethodDescriptorType | types.WrapperDescriptorType):
             self.guards.identical(source, value)
             return stand_in(value)

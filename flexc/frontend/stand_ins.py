@@ -8,7 +8,9 @@ from __future__ import annotations
 import builtins
 import functools
 import math
+import os
 import random
+import time
 import types
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -217,6 +219,31 @@ def _refuse_random_numpy(name: str) -> NoReturn:
     refuse_random(f"numpy.random.{name}")
 
 
+class _State:
+    """Stands for what changes outside of the function without being a captured value: a clock, the environment, a mode."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def refuse(self, *_: Any, **__: Any) -> NoReturn:
+        """Whatever is asked of it."""
+        refuse(
+            f"{self.name} in a score or mask function",
+            why="it runs once, while tracing: what it read there would stay in the kernel",
+            instead="a captured value, read before the call",
+        )
+
+    __call__ = __getattr__ = __getitem__ = __contains__ = __iter__ = __len__ = refuse
+
+
+_CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
+_STATES = {
+    **{f"time.{name}": getattr(time, name) for clock in _CLOCKS for name in (clock, f"{clock}_ns")},
+    "os.environ": os.environ,
+    "os.getenv": os.getenv,
+    **{f"torch.{name}": getattr(torch, name) for name in ("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled")},
+}
+
 _BUILTINS: dict[Any, Any] = {
     min: _extreme(min, "minimum"),
     max: _extreme(max, "maximum"),
@@ -244,4 +271,7 @@ STAND_INS |= {
     id(np.random): StandInModule(np.random, {}, _refuse_random_numpy),
     id(np): StandInModule(np, {}),
     id(torch): StandInModule(torch, {}, _refuse_random_torch),
+    id(os): StandInModule(os, {}),
+    id(time): StandInModule(time, {}),
+    **{id(state): _State(name) for name, state in _STATES.items()},
 }

@@ -93,7 +93,7 @@ class Trace:
     def bind(self, score_mod: Function | None, mask_mod: Function | None) -> Binding | None:
         """The captured values of these functions, read without tracing; None if the graph does not hold for them."""
         values = self._read(score_mod, mask_mod)
-        return None if values is None else Binding._make(values)
+        return None if values is None else Binding(*values)
 
 
 _traces: OrderedDict[tuple, list[Trace]] = OrderedDict()

@@ -29,6 +29,8 @@ from typing import Any
 from flexc import settings
 from flexc.errors import ToolchainError
 from flexc.runtime.cache import Entry, cache_of
+from flexc.runtime.cute_module import LaterFunction
+from flexc.runtime.cute_objects import LIBRARY, OBJECT, linked, loaded, runtime_place
 from flexc.runtime.key import key_of
 from flexc.runtime.machine_code import CompiledKernel, CompiledModule, tool
 
@@ -89,7 +91,7 @@ class Launcher:
         smem_bytes: shared memory of a block of threads, at most.
     """
 
-    function: Callable[..., Any]
+    function: Callable[..., Any] | LaterFunction
     arch: str
     arguments: tuple[Argument, ...]
     smem_bytes: int = 0
@@ -112,7 +114,9 @@ class Launcher:
 
     def _kept(self) -> Callable[..., Any]:
         # Also where it was compiled just now: the DSL's own object passes a call through Python, the loaded one does not.
-        return getattr(_cute().runtime.load_module(str(self.entry().path("launch.o")), enable_tvm_ffi=True), _ENTRY)
+        entry = self.entry()
+        found = loaded(entry, _ENTRY)
+        return found or getattr(_cute().runtime.load_module(str(entry.path(OBJECT)), enable_tvm_ffi=True), _ENTRY)
 
     def entry(self) -> Entry:
         """The object file in the cache, compiled if it has none. FLEXC_CACHE_DIR and the like apply as to texts."""
@@ -120,8 +124,8 @@ class Launcher:
         name, observer = self._observed or ("", None)
         store = cache_of(settings.current())
         key = key_of(
-            source=_source_digest(self.function),
-            function=_unwrapped(self.function).__name__,
+            source=_source_digest(self._place[0]),
+            function=self._place[1],
             arguments=repr(self.arguments),
             arch=self.arch,
             version=_version(),
@@ -135,22 +139,28 @@ class Launcher:
                 entry = store.get(key)
                 if entry is None:
                     compiled, is_compiled = self.compiled(), True
-                    with tempfile.TemporaryDirectory() as folder:
-                        file = Path(folder) / "launch.o"
-                        compiled.export_to_c(str(file), function_name=_ENTRY)
-                        entry = store.put(key, {"launch.o": file.read_bytes()}, {"arch": self.arch, "backend": "cute"})
+                    entry = store.put(key, *_as_entry(compiled, self.arch))
         if observer is not None:
             observer.ready(name, is_compiled, time.perf_counter() - started)
         return entry
 
+    @property
+    def _place(self) -> tuple[str, str]:
+        """File and name of the function."""
+        if isinstance(self.function, LaterFunction):
+            return self.function.path, self.function.name
+        plain = _unwrapped(self.function)
+        return plain.__code__.co_filename, plain.__name__
+
     def compiled(self, *options: str) -> Any:
         """The DSL's compiled object, made anew."""
         cute = _cute()
+        function = self.function.made() if isinstance(self.function, LaterFunction) else self.function
         with _compiling, _architecture(self.arch), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the DSL's advice on long unrolled loops and its old names: not the user's concern
             stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
             text = " ".join(("--enable-tvm-ffi", f"--gpu-arch {self.arch}", *options))
-            return cute.compile(self.function, *_fake(self.arguments), stream, options=text)
+            return cute.compile(function, *_fake(self.arguments), stream, options=text)
 
 
 def watch(module: ModuleType, observer: Any) -> None:
@@ -294,11 +304,22 @@ def _fake(arguments: Sequence[Argument]) -> list[Any]:
     return made
 
 
-@cache
-def _source_digest(function: Callable[..., Any]) -> str:
-    """Digest of the file that the function stands in and of the building blocks that it is made from."""
+def _as_entry(compiled: Any, arch: str) -> tuple[dict[str, bytes], dict[str, str]]:
+    """Files and meta of the DSL's compiled object in the cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / OBJECT
+        compiled.export_to_c(str(file), function_name=_ENTRY)
+        files = {OBJECT: file.read_bytes()}
+    library = linked(files[OBJECT])
+    if library is not None:
+        files[LIBRARY] = library
+    return files, {"arch": arch, "backend": "cute", "runtime": runtime_place()}
+
+
+def _source_digest(path: str) -> str:
+    """Digest of a generated module and of the building blocks that it is made from."""
     digest = hashlib.sha256()
-    for file in (Path(_unwrapped(function).__code__.co_filename), *sorted(Path(__file__).parent.glob("cute_*tiles.py"))):
+    for file in (Path(path), *sorted(Path(__file__).parent.glob("cute_*tiles.py"))):
         digest.update(file.read_bytes())
     return digest.hexdigest()
 

@@ -6,16 +6,26 @@ import importlib.util
 import linecache
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from flexc.errors import InternalError
 
 
-def load_module(text: str, path: str | Path) -> ModuleType:
+def _run(text: str, path: str, namespace: dict[str, Any]) -> None:
+    # Compiled from the text, not from a .pyc: those are matched by time stamp and would confuse two texts of one second.
+    exec(compile(text, path, "exec"), namespace)
+
+
+def load_module(text: str, path: str | Path, run: Callable[[str, str, dict[str, Any]], None] = _run) -> ModuleType:
     """The module that `text` defines, loaded from `path`. The file is written (whole or not at all) unless it already holds the text.
 
     The module is not entered in sys.modules: two kernels never meet, and dropping the last reference frees it.
+
+    Args:
+        run: runs the text of a path in a namespace.
 
     Raises:
         InternalError: the text is not legal Python, or fails while it is loaded.
@@ -37,8 +47,7 @@ def load_module(text: str, path: str | Path) -> ModuleType:
         raise InternalError(f"a module file must end in .py, got {path}")
     module = importlib.util.module_from_spec(spec)
     try:
-        # Compiled from the text, not from a .pyc: those are matched by time stamp and would confuse two texts of one second.
-        exec(compile(text, str(path), "exec"), module.__dict__)
+        run(text, str(path), module.__dict__)
     except Exception as error:
         raise InternalError(f"generated module {path} does not load: {type(error).__name__}: {error}") from error
     return module

@@ -6,6 +6,7 @@ import torch
 
 from flexc.runtime.graph_pools import outside_of_pools
 
+_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
 _counters: dict[tuple[int, int, int], torch.Tensor] = {}
 
 
@@ -15,10 +16,12 @@ def tile_counter(device: torch.device, count: int = 1) -> torch.Tensor:
     Kernels of one stream run one after the other and share it. A CUDA graph may be replayed beside anything, so what is captured has its
     own, set to 0 inside the graph.
     """
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or _is_capturing():
         return torch.zeros(count, dtype=torch.int32, device=device)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    key = (index, torch._C._cuda_getCurrentRawStream(index), count)
+    index = device.index
+    if index is None:
+        index = torch.cuda.current_device()
+    key = index, torch._C._cuda_getCurrentRawStream(index), count
     found = _counters.get(key)
     if found is None:
         found = _counters[key] = outside_of_pools(lambda: torch.zeros(count, dtype=torch.int32, device=device), device)

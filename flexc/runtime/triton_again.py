@@ -11,15 +11,16 @@ It knows Triton's launcher as it is in 3.6; with another one, or with hooks on l
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from flexc.runtime.recorded import Again, OtherLaunch, Results, allocation, checks_of_scalars, function_of
+
 Tensor = torch.Tensor
-Results = tuple[Tensor, ...]
-Again = Callable[..., Results | None]  # (q, k, v, scale, tensors, scalars, walk) → results; None: this call is another one
 
 _POINTERS_AT_HAND = 64  # encoded descriptors of one tensor: allocators give the same few addresses again and again
 
@@ -52,15 +53,11 @@ class _Watcher:
         return launch
 
 
-class _OtherLauncher(Exception):
-    """Not the launcher that this file knows, or an argument that it does not."""
-
-
 def _again(watcher: _Watcher, results: Results, *inputs: Any) -> Again | None:
     (grid, arguments, binary), function = watcher.launches[0], watcher.kernel
     try:
         return _Printer(function, binary, grid, arguments, results, *inputs).function()
-    except _OtherLauncher:
+    except OtherLaunch:
         return None
 
 
@@ -90,8 +87,6 @@ class _Printer:
         self.metas = iter(metas)
         self.lines: list[str] = []
         self.known: dict[str, Any] = {
-            "empty": torch.empty,
-            "float32": torch.float32,
             "runtime": knobs.runtime,
             "enter": knobs.runtime.launch_enter_hook,
             "leave": knobs.runtime.launch_exit_hook,
@@ -101,27 +96,25 @@ class _Printer:
             "metadata": binary.packed_metadata,
             "cooperative": binary.run.launch_cooperative_grid,
             "pdl": binary.run.launch_pdl,
-            "device": q.device,
         }
+        self.device = q.device
         self.grid = (*grid, 1, 1)[:3]
         self.index = q.device.index
         self.paths = {id(x): name for name, x in (("q", q), ("k", k), ("v", v))}
         self.paths |= {id(x): f"tensors[{slot}]" for slot, x in enumerate(tensors)}
+        if len(self.paths) < 3 + len(tensors):  # one tensor in two places: it is not said which of them an argument is
+            raise OtherLaunch
         if walk is not None:
             self.paths |= {id(getattr(walk, name)): f"walk.{name}" for name in ("rows", "partial", "full", "order")}
-        self.results = [self._result(place, result, q) for place, result in enumerate(results)]
+        self.results = [self._result(place, result) for place, result in enumerate(results)]
         self._check({"q": q, "k": k, "v": v}, tensors, walk)
 
-    def _result(self, place: int, result: Tensor, q: Tensor) -> str:
+    def _result(self, place: int, result: Tensor) -> str:
         """How a result is allocated."""
-        if not result.is_contiguous() or not any(result is argument for argument in self.arguments) or id(result) in self.paths:
-            raise _OtherLauncher
+        if not any(result is argument for argument in self.arguments) or id(result) in self.paths:
+            raise OtherLaunch
         self.paths[id(result)] = f"result{place}"
-        if result.dtype == q.dtype:
-            return f"q.new_empty({tuple(result.shape)})"
-        if result.dtype != torch.float32:
-            raise _OtherLauncher
-        return f"empty({tuple(result.shape)}, dtype=float32, device=device)"
+        return allocation(result, self.device, self.known)
 
     def _check(self, inputs: dict[str, Tensor], tensors: Sequence[Tensor], walk: Any) -> None:
         """Lines that return None where the binary or the literal arguments are not for this call."""
@@ -135,30 +128,27 @@ class _Printer:
             self.known[f"dtype{slot}"] = tensor.dtype
             tests.append(f"{name}.shape != {tuple(tensor.shape)} or {name}.stride() != {tensor.stride()}")
             tests.append(f"{name}.dtype is not dtype{slot} or ({name}.data_ptr() % 16 == 0) is not {tensor.data_ptr() % 16 == 0}")
-        for slot, number in enumerate(self.scalars):
-            if type(number) is int and -(2**31) <= number < 2**31:
-                tests.append(f"scalars[{slot}].__class__ is not int or not {-(2**31)} <= scalars[{slot}] < {2**31}")
-            elif type(number) is float:
-                tests.append(f"scalars[{slot}].__class__ is not float")
-            else:
-                raise _OtherLauncher
+        tests += checks_of_scalars(self.scalars)
         if walk is not None:
-            tests.append(f"walk.rows.shape != {tuple(walk.rows.shape)}")
+            other = [f"walk.rows.shape != {tuple(walk.rows.shape)}"]
             for name in ("rows", "partial", "full", "order"):
-                tests.append(f"(walk.{name}.data_ptr() % 16 == 0) is not {getattr(walk, name).data_ptr() % 16 == 0}")
+                other.append(f"(walk.{name}.data_ptr() % 16 == 0) is not {getattr(walk, name).data_ptr() % 16 == 0}")
+            self.known["recorded"] = weakref.ref(walk)  # most maps are kept
+            tests.append(f"walk is not recorded() and ({' or '.join(other)})")
         self.lines += [f"if {test}: return None" for test in tests]
 
     def function(self) -> Again:
         """The function, compiled."""
-        self.lines += [f"result{place} = {text}" for place, text in enumerate(self.results)]
+        return function_of(self.all_lines(), self.known)
+
+    def all_lines(self) -> list[str]:
+        """Of the function."""
+        results = [f"result{place} = {text}" for place, text in enumerate(self.results)]
         printed = [text for name, argument in zip(self.names, self.arguments, strict=True) for text in self._argument(name, argument)]
         grid = ", ".join(map(str, self.grid))
         fixed = f"{grid}, stream_of({self.index}), function, cooperative, pdl, None, None, metadata, None, None, None"
-        self.lines.append(f"launch({fixed}, {', '.join(printed)})")
-        self.lines.append("return " + ", ".join(f"result{place}" for place in range(len(self.results))))
-        body = "\n    ".join(self.lines)
-        exec(compile(f"def again(q, k, v, scale, tensors, scalars, walk):\n    {body}\n", "<launch>", "exec"), self.known)
-        return self.known["again"]
+        end = "return " + ", ".join(f"result{place}" for place in range(len(self.results)))
+        return [*self.lines, *results, f"launch({fixed}, {', '.join(printed)})", end]
 
     def _argument(self, name: str, argument: Any) -> list[str]:
         if isinstance(argument, Tensor):
@@ -170,7 +160,7 @@ class _Printer:
         if name in self._scalar_names():
             return [f"scalars[{self._scalar_names().index(name)}]"]
         if type(argument) is not int and type(argument) is not bool:
-            raise _OtherLauncher
+            raise OtherLaunch
         return [repr(argument)]
 
     def _scalar_names(self) -> tuple[str, ...]:
@@ -181,7 +171,7 @@ class _Printer:
     def _path(self, tensor: Tensor) -> str:
         path = self.paths.get(id(tensor))
         if path is None:
-            raise _OtherLauncher
+            raise OtherLaunch
         return path
 
     def _descriptor(self, argument: Any) -> list[str]:
@@ -201,7 +191,7 @@ class _Encoded(dict):
         driver: Any = triton_runtime.driver
         super().__init__()
         if meta is None or meta["fp4_padded"]:
-            raise _OtherLauncher
+            raise OtherLaunch
         padding = 1 if descriptor.padding == "nan" else 0
         kinds = meta["swizzle"], meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], meta["block_size"]
         encode, shape, strides = driver.active.utils.fill_tma_descriptor, list(descriptor.shape), list(descriptor.strides)
@@ -219,14 +209,14 @@ def _launcher_of(binary: Any) -> tuple[Callable[..., Any], Sequence[Any]]:
     run: Any = getattr(binary, "run", None)
     needs = ("launch", "global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
     if type(run).__name__ != "CudaLauncher" or not all(hasattr(run, name) for name in needs):
-        raise _OtherLauncher
+        raise OtherLaunch
     if run.global_scratch_size or run.profile_scratch_size:
-        raise _OtherLauncher
+        raise OtherLaunch
     launch = run.launch
     if not isinstance(launch, types.FunctionType):
         return launch, ()
     # With descriptors, Triton's `inner` encodes them in Python around the same function.
     inside = dict(zip(launch.__code__.co_freevars, launch.__closure__ or ()))
     if not {"launcher", "tensordesc_meta"} <= set(inside):
-        raise _OtherLauncher
+        raise OtherLaunch
     return inside["launcher"].cell_contents, inside["tensordesc_meta"].cell_contents

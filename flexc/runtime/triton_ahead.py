@@ -122,7 +122,7 @@ class KernelsJob:
         return json.dumps(dataclasses.asdict(self))
 
     def compile(self, module: ModuleType) -> None:
-        """Fill Triton's cache."""
+        """Fill the cache."""
         for name, arguments, options in self.calls:
             given = [StandIn((1,), (1,), a[0], 0) if isinstance(a, list | tuple) else a for a in arguments]
             getattr(module, name).warmup(*given, grid=(1,), **options)
@@ -135,7 +135,7 @@ def job_of(line: str) -> Job | KernelsJob:
 
 
 def compile_ahead(module: ModuleType, job: Job) -> None:
-    """Fill Triton's cache, and this process's memory of the module's kernels, for Triton's active driver."""
+    """Fill the cache, and this process's memory of the module's kernels, for Triton's active driver."""
     launchers = {name: _Ahead(getattr(module, name) if name in job.kernels else None) for name in module.LAUNCH}
     forward = _with_globals(module.forward, launchers)
     dtype = getattr(torch, job.dtype_name)

@@ -1,14 +1,17 @@
-"""Who compiles machine code, when and for how long: Triton does it inside a launch, wherever its own cache lacks the binary.
+"""Who compiles machine code, when and for how long: Triton does it inside a launch, wherever this process has not loaded the binary.
 
-`watch` marks the kernels of one generated module; kernels of others are left alone.
+`watch` marks the kernels of one generated module, whose binaries are then kept in flexc's cache; kernels of others are left alone.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import ModuleType
 from typing import Any, Protocol
+
+from flexc.runtime.triton_cache import binary_of
 
 _MARK = "_flexc_observer"
 
@@ -17,10 +20,10 @@ class Observer(Protocol):
     """What is told of each binary."""
 
     def missing(self, kernel: str) -> None:
-        """Triton's cache has no binary of this kernel and compiles one next, unless this raises."""
+        """The cache has no binary of this kernel, and it is compiled next unless this raises."""
 
     def ready(self, kernel: str, compiled: bool, seconds: float) -> None:
-        """A binary was compiled, or else read from Triton's cache."""
+        """A binary was compiled, or else read from the cache."""
 
 
 def watch(module: ModuleType, observer: Observer) -> None:
@@ -48,22 +51,14 @@ class _Hook:
 
 
 class _Watched:
-    """`triton.compile`, which makes the IR of a source only after its cache had no binary."""
+    """Stands for `triton.compile`, of one kernel."""
 
     def __init__(self, compile_source: Callable[..., Any], observer: Observer):
         self.compile_source, self.observer = compile_source, observer
 
-    def __call__(self, source: Any, **options: Any) -> Any:
-        name, compiled, make_ir = source.name, False, source.make_ir
-
-        def noticed(*args: Any) -> Any:
-            nonlocal compiled
-            self.observer.missing(name)
-            compiled = True
-            return make_ir(*args)
-
-        source.make_ir = noticed
+    def __call__(self, source: Any, *, target: Any, options: Mapping[str, Any], **others: Any) -> Any:
         started = time.perf_counter()
-        binary = self.compile_source(source, **options)
-        self.observer.ready(name, compiled, time.perf_counter() - started)
+        compile_source = partial(self.compile_source, **others)
+        binary, is_compiled = binary_of(compile_source, source, target, options, lambda: self.observer.missing(source.name))
+        self.observer.ready(source.name, is_compiled, time.perf_counter() - started)
         return binary

@@ -25,7 +25,7 @@ class Launcher:
         warps, stages = module.LAUNCH[name]
         self.kernel = getattr(module, name)
         self.options = {"num_warps": warps, "num_stages": stages, **options}
-        self._binaries: dict[Hashable, Any] = {}
+        self._launches: dict[Hashable, tuple[Callable[..., None], Any, tuple]] = {}
 
     def __call__(self, grid: tuple[int, ...], kind: Hashable, device: int, arguments: Sequence[Any], tensors: Callable[[], Sequence[Any]]):
         """Launch on the current stream of a CUDA device, which is the current one.
@@ -36,15 +36,24 @@ class Launcher:
             arguments: of the kernel in its order, with addresses in place of tensors.
             tensors: the same with tensors, for a launch that Triton itself makes: the first of a kind, and all that a profiler looks at.
         """
-        binary = self._binaries.get(kind)
-        if binary is None or _is_watched():
+        found = self._launches.get(kind)
+        if found is None or _is_watched():
             binary = self.kernel[grid](*tensors(), **self.options)
             if binary is not None:  # Triton's interpreter has none
-                self._binaries[kind] = binary
+                self._launches[kind] = _launch_of(binary)
             return
+        launch, function, settings = found
         x, y = grid if len(grid) == 2 else (grid[0], 1)
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        binary.run(x, y, 1, stream, binary.function, binary.packed_metadata, None, None, None, *arguments)
+        launch(x, y, 1, torch._C._cuda_getCurrentRawStream(device), function, *settings, None, None, None, *arguments)
+
+
+def _launch_of(binary: Any) -> tuple[Callable[..., None], Any, tuple]:
+    """What launches a binary: the function in C, where it is Triton's launcher of 3.6 and needs no memory of its own, else `run`."""
+    run = binary.run
+    is_known = type(run).__name__ == "CudaLauncher" and hasattr(run, "launch") and hasattr(run, "launch_pdl")
+    if is_known and not (run.global_scratch_size or run.profile_scratch_size):
+        return run.launch, binary.function, (run.launch_cooperative_grid, run.launch_pdl, None, None, binary.packed_metadata)
+    return run, binary.function, (binary.packed_metadata,)
 
 
 @cache

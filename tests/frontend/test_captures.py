@@ -8,6 +8,7 @@ import enum
 import functools
 import operator
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -146,6 +147,14 @@ def test_a_helper_that_calls_itself_by_its_global_name():
     exec("def halve(x, n):\n    return x if n == 0 else halve(x / 2, n - 1)\n", namespace)
     halve = namespace["halve"]
     assert_same(lambda s, b, h, q, k: halve(s, 3))
+
+
+def test_a_function_made_in_globals_without_a_name():
+    """It is of no module, and still the user's."""
+    table = torch.arange(4.0)
+    namespace = {"table": table}
+    exec("def score(s, b, h, q, k):\n    return s + table[h]\n", namespace)
+    assert [t.name for t in traced(namespace["score"]).tensors] == ["table"]
 
 
 def test_decorated_and_cached_helpers():
@@ -342,3 +351,67 @@ def test_tensors_come_in_the_order_of_the_graph():
     trace, binding = traced_with_values(lambda s, b, h, q, k: s * second[h] + first[h])
     by_name = dict(zip((t.name for t in trace.graph.tensors), binding.tensors))
     assert by_name["first"] is first and by_name["second"] is second
+
+
+# --- objects that are not what they seem -------------------------------------------------------------------------------------------------
+
+
+class Options(dict):
+    """Items are attributes, as in many libraries of configurations."""
+
+    __getattr__ = dict.__getitem__
+
+    def doubled(self):
+        return 2 * self.gain
+
+
+class Rows(list):
+    first = property(lambda self: self[0])
+
+
+class ByLookup:
+    """What it lacks raises KeyError."""
+
+    def __getattr__(self, name):
+        return TABLES[name]
+
+
+TABLES = {"gain": 3}
+
+
+def test_items_as_attributes():
+    options = Options(gain=3, inner=Options(table=torch.rand(4)))
+    assert_same(score := lambda s, b, h, q, k: s * options.gain + options.inner.table[h] + options.doubled())
+    first = frontend.trace(score)[0]
+    assert frontend.trace(score)[0] is first
+    options["gain"] = 5
+    assert_same(score)
+    assert frontend.trace(score)[0] is not first
+    del options["gain"]
+    with pytest.raises(KeyError):
+        frontend.trace(score)
+
+
+def test_attributes_of_a_list():
+    rows = Rows([3.0, 1.0])
+    assert_same(score := lambda s, b, h, q, k: s * rows.first + rows[1])
+    rows[0] = 4.0
+    assert_same(score)
+
+
+def test_object_whose_attributes_are_looked_up_in_a_dict(monkeypatch):
+    found = ByLookup()
+    assert_same(score := lambda s, b, h, q, k: s * found.gain)
+    monkeypatch.setitem(TABLES, "gain", 7)
+    assert_same(score)
+
+
+def test_what_a_weak_reference_leads_to():
+    class Kept:
+        gain = 2.0
+
+    kept = Kept()
+    reference = weakref.ref(kept)
+    assert_same(score := lambda s, b, h, q, k: s * reference().gain)
+    kept.gain = 3.0
+    assert_same(score)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import time
+from os import environ
+from time import monotonic_ns
 
 import numpy as np
 import pytest
@@ -148,6 +152,15 @@ REFUSED = {
     "random python": (_shuffle, r"random numbers \(random.random\)", "drawn before the call"),
     "random numpy": (lambda s, b, h, q, k: s + np.random.rand(), r"random numbers \(numpy.random.rand\)", "drawn before the call"),
     "dropout": (lambda s, b, h, q, k: torch.nn.functional.dropout(s), r"random numbers \(torch.dropout\)", "drawn before the call"),
+    "environment": (lambda s, b, h, q, k: s * len(os.environ.get("HOME", "")), r"os\.environ in a score", "read before the call"),
+    "environment by name": (lambda b, h, q, k: q > k if "HOME" in environ else q < k, r"os\.environ in a score", "read before the call"),
+    "clock": (lambda s, b, h, q, k: s * time.perf_counter(), r"time\.perf_counter in a score", "read before the call"),
+    "clock by name": (lambda s, b, h, q, k: s * monotonic_ns(), r"time\.monotonic_ns in a score", "read before the call"),
+    "mode of autograd": (
+        lambda s, b, h, q, k: s if torch.is_grad_enabled() else -s,
+        r"torch\.is_grad_enabled in a",
+        "read before the call",
+    ),
     "write to a tensor": (_writes_item, r"TABLE\[...\] = ... writes to the captured tensor TABLE", "a new value"),
     "in-place operator": (_writes_number, r"\+= writes to the captured tensor TABLE", "x = x \\+ y"),
     "in-place method": (lambda s, b, h, q, k: s + TABLE.add_(1)[h, q], r"\.add_\(\) writes to the captured tensor TABLE", "a new value"),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +14,11 @@ from types import SimpleNamespace
 import pytest
 
 from flexc import settings
-from flexc.errors import NoCompileError, ToolchainError
-from flexc.runtime import cute_compile
+from flexc.errors import InternalError, NoCompileError, ToolchainError
+from flexc.runtime import cute_compile, cute_objects
 from flexc.runtime.cache import cache_of
 from flexc.runtime.cute_compile import CuteJob, Launcher, compile_module, number, tensor
+from flexc.runtime.cute_module import LaterFunction, load_cute_module
 from flexc.runtime.machine_code import CompiledKernel, CompiledModule
 from flexc.runtime.module import load_module
 
@@ -207,3 +211,88 @@ def test_a_job_fills_the_cache(module, tmp_path):
 def test_arguments_are_data():
     assert tensor("q", "bfloat16", ("b", 64), bulk=True) == tensor("q", "bfloat16", ("b", 64), bulk=True)
     assert repr(number("scale", "float32")) == "NumberArgument(name='scale', dtype='float32')"
+
+
+# --- without the DSL -------------------------------------------------------------------------------------------------------------------
+
+SECOND_PROCESS = """
+import sys
+from tests.runtime.test_cute_compile import TEXT
+from flexc.runtime.cute_compile import Launcher
+from flexc.runtime.cute_module import load_cute_module
+
+launcher = load_cute_module(TEXT, sys.argv[1]).SCALE
+launcher.compiled = None
+try:
+    launcher.prepare()(1)
+except TypeError as error:
+    print(str(error)[:40])
+print([name for name in ("cutlass", "sympy", "jinja2") if name in sys.modules])
+"""
+
+
+@needs_dsl
+def test_a_second_process_loads_the_library_without_the_dsl(tmp_path, store):
+    """Whichever folder the cache was moved to; what is called is the compiled launcher, which knows its arguments."""
+    launcher(tmp_path).prepare()
+    store.root.rename(tmp_path / "shipped")
+    environment = {**os.environ, "FLEXC_CACHE_DIR": str(tmp_path / "shipped"), "PYTHONPATH": "."}
+    command = [sys.executable, "-c", SECOND_PROCESS, str(tmp_path / "scale.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["Expects 3 parameters when calling: `laun", "[]"]
+
+
+@needs_dsl
+@pytest.mark.parametrize("lacks", ["compiler", "runtime", "symbols"])
+def test_the_dsl_loads_the_object_file_where_there_is_no_library(tmp_path, store, monkeypatch, lacks):
+    if lacks == "compiler":
+        monkeypatch.setattr(cute_objects.shutil, "which", lambda name: None)
+    elif lacks == "runtime":
+        monkeypatch.setattr(cute_objects, "_loads_runtime", lambda place: False)
+    else:
+        monkeypatch.setattr(cute_compile, "linked", lambda compiled: b"no library")
+    made = launcher(tmp_path)
+    assert ("launch.so" in made.entry().files) is (lacks != "compiler")
+    monkeypatch.setattr(Launcher, "compiled", lambda self, *options: pytest.fail("compiled again"))
+    with pytest.raises(TypeError, match="Expects 3 parameters"):
+        made.prepare()(1)
+
+
+def test_libraries_with_the_same_names_inside_keep_to_themselves(tmp_path):
+    """As those of two launchers, which both have __tvm_ffi_flexc_forward and what it calls."""
+    if cute_objects.linked(b"") is None and not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        pytest.skip("needs a C compiler")
+    found = []
+    for value in (1, 2):
+        source, target = tmp_path / f"{value}.c", tmp_path / f"{value}.so"
+        source.write_text(f"int inner(void) {{ return {value}; }} int outer(void) {{ return inner(); }}")
+        subprocess.run(["cc", "-c", "-fPIC", "-o", tmp_path / "launch.o", source], check=True)
+        library = cute_objects.linked((tmp_path / "launch.o").read_bytes())
+        assert library is not None
+        target.write_bytes(library)
+        found.append(ctypes.CDLL(str(target), mode=ctypes.RTLD_GLOBAL).outer())
+    assert found == [1, 2]
+
+
+def test_an_object_that_does_not_link_has_no_library():
+    assert cute_objects.linked(b"no object file") is None
+
+
+@needs_dsl
+def test_kernels_are_run_when_they_must_be_compiled(tmp_path):
+    made = load_cute_module(TEXT, tmp_path / "scale.py")
+    later = made.SCALE.function
+    assert isinstance(later, LaterFunction) and made.SCALE._place == (str(tmp_path / "scale.py"), "launch")
+    assert not hasattr(made, "cute")
+    function = later.made()
+    assert function is made.launch and function is later.made() and made.cute is sys.modules["cutlass.cute"]
+    plain = load_module(TEXT, tmp_path / "scale.py").SCALE
+    assert plain._place == made.SCALE._place
+    (kernel,) = compile_module(made).kernels
+    assert kernel.cubin[:4] == b"\x7fELF"
+
+
+def test_text_without_a_launcher_is_refused(tmp_path):
+    with pytest.raises(InternalError, match="has no launcher"):
+        load_cute_module("x = 1\n", tmp_path / "kernel.py")

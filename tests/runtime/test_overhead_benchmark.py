@@ -1,8 +1,10 @@
-"""The plumbing of benchmarks/overhead.py: nothing stays replaced, boxes of a flame graph add up, one system's failure stops no other."""
+"""The plumbing of benchmarks/overhead.py and flame.py: nothing stays replaced, boxes add up, one failure stops no other system."""
 
 from __future__ import annotations
 
 import importlib
+import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parent.parent.parent / "benchmarks"
-MODULES = ("overhead", "measure", "systems", "patterns")
+MODULES = ("overhead", "flame", "measure", "systems", "patterns")
 
 
 @pytest.fixture
@@ -48,7 +50,12 @@ def test_system_that_fails_is_reported_and_left_out(overhead, problem, monkeypat
     assert said == ["flex: RuntimeError: no such thing", "flexc-graph: skipped, needs a GPU"]
 
 
-def test_flame_graph_shows_who_calls_whom(overhead):
+@pytest.fixture
+def flame(overhead):
+    return sys.modules["flame"]
+
+
+def test_flame_graph_shows_who_calls_whom(flame):
     def short():
         time.sleep(0.001)
 
@@ -56,12 +63,35 @@ def test_flame_graph_shows_who_calls_whom(overhead):
         short()
         time.sleep(0.004)
 
-    tree = overhead.tree_of(lambda: (long(), short()), count=2)
-    (outer,) = tree.below.values()
-    inner = {name.split(" (")[0].split(".")[-1]: frame for name, frame in outer.below.items()}
-    assert set(inner) == {"long", "short"} and inner["long"].seconds > inner["short"].seconds
+    profile = flame.sampled(lambda: (long(), short()), 0.3, lambda: None, turn=5)
+    assert 5500 < profile.us < 20000
+    (outer,) = profile.root.below.values()
+    inner = {name.split(" (")[0]: frame for name, frame in outer.below.items() if not frame.is_line}
+    assert set(inner) == {"long", "short"} and inner["long"].samples > 2 * inner["short"].samples
+    slept = {name.partition(": ")[2]: frame.samples for name, frame in inner["long"].below.items() if frame.is_line}
+    assert slept["time.sleep(0.004)"] > 0.6 * inner["long"].samples
     assert any("short" in name for name in inner["long"].below)
-    boxes = list(overhead.rectangles(tree, 0.0, 0, 0.0))
-    assert all(left >= 0 and left + frame.seconds <= tree.seconds * 1.0001 for left, _, frame in boxes)
-    svg = overhead.flame_svg(tree, 2, "a < b")
-    assert svg.startswith("<svg ") and "a &lt; b" in svg and svg.count("<rect") == len(boxes)
+    assert 0.3 < profile.us_of(inner["short"]) / 1000 < 4
+    boxes = list(flame.rectangles(profile.root, 0, 0, 0.0))
+    assert all(left >= 0 and left + frame.samples <= profile.root.samples for left, _, frame in boxes)
+    drawn = flame.picture(profile, "a < b")
+    assert drawn.startswith("<svg ") and "a &lt; b" in drawn and "time.sleep(0.004)" in drawn
+    first = flame.table(profile, "sleep").splitlines()[1]
+    assert "long (test_overhead_benchmark.py" in first and first.endswith("time.sleep(0.004)")
+
+
+def test_sampling_ends(flame):
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(ZeroDivisionError):
+        flame.sampled(lambda: 1 / 0, 0.1, lambda: None)
+    assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_profile_of_each_plain_flexc_system(overhead, tmp_path, capsys):
+    shape = ["--shape", "1,2,2,20,20,8", "--device", "cpu", "--turns", "1", "--count", "2"]
+    overhead.main(
+        [*shape, "--systems", "flexc,sdpa", "--grad", "--profile", str(tmp_path), "--seconds", "0.1", "--out", str(tmp_path / "out")]
+    )
+    assert {path.name for path in tmp_path.iterdir()} == {"flexc.svg", "flexc.txt", "out"}
+    assert "__call__ (api.py" in (tmp_path / "flexc.txt").read_text() + (tmp_path / "flexc.svg").read_text()
+    assert [json.loads(line)["grad"] for line in (tmp_path / "out").read_text().splitlines()] == [True, True]

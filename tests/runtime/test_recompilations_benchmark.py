@@ -29,13 +29,24 @@ def test_flexc_compiles_twice(program, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FLEXC_CACHE_DIR", str(tmp_path / "cache"))
     program.main(["--steps", "12", "--longest", "300", "--systems", "flexc-cpu", "--device", "cpu", "--out", str(tmp_path / "out.jsonl")])
     record = json.loads((tmp_path / "out.jsonl").read_text())
-    assert (record["system"], record["steps"], record["source"], record["dense_steps"]) == ("flexc-cpu", 12, 2, 0)
+    assert (record["system"], record["steps"], record["compilations"], record["most_of_a_kind"], record["dense_steps"]) == (
+        "flexc-cpu",
+        12,
+        2,
+        2,
+        0,
+    )
     assert "flexc-cpu" in capsys.readouterr().out
 
 
 def test_a_system_that_fails_is_said(program, capsys):
     program.main(["--steps", "1", "--systems", "flexc-cute", "--device", "cpu"])
-    assert "flexc-cute: " in capsys.readouterr().out
+    assert "flexc-cute failed at 1 of 1 steps; step 0: UnsupportedError" in capsys.readouterr().out
+
+
+def test_time_that_is_up_ends_the_run_and_is_said(program, capsys):
+    program.main(["--steps", "9", "--longest", "80", "--seconds", "0", "--systems", "flexc-cpu", "--device", "cpu"])
+    assert "steps 1 " in capsys.readouterr().out
 
 
 def test_steps_change_everything(program):

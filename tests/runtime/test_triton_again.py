@@ -1,5 +1,8 @@
 """A recorded launch against Triton's own way to the launcher in C, for which a list stands in: no GPU is needed."""
 
+import gc
+import inspect
+import linecache
 import types
 
 import pytest
@@ -123,6 +126,35 @@ def test_the_recorded_launch_is_the_one_that_triton_makes(seen, mask_mod, aligne
     results, again = prepared.record()
     assert len(results) == 2 and again is not None and prepared.kernel.launches == 1
     prepared.compare(again, (normal(4, seed=5),), scale=0.5)
+
+
+def test_the_launch_is_of_the_device_that_it_was_recorded_on(seen):
+    """On the stream that is current there. `likeness_of` keeps launches of two devices apart."""
+    prepared = Prepared(seen, None, None, (), aligned=False)
+    results = prepared.module.forward(prepared.q, prepared.k, prepared.v, 0.125, (), (), None)
+    q = types.SimpleNamespace(device=torch.device("cuda", 1), dtype=torch.bfloat16, data_ptr=lambda: 0)
+    kernel = JitFunction(["out", "lse"], prepared.kernel.binary.run)
+    printed = triton_again._Printer(kernel, kernel.binary, (1,), results, results, q, prepared.k, prepared.v, (), (), None)
+    lines = printed.all_lines()
+    assert any("launch(1, 1, 1, stream_of(1), " in line for line in lines)
+    assert "result1 = empty((2, 4, 200), (800, 200, 1), float32)" in lines
+
+
+def test_lines_of_a_recorded_launch_are_found_while_it_lives(seen):
+    again = Prepared(seen, None, None, (), aligned=False).record()[1]
+    name = again.__code__.co_filename
+    assert inspect.getsource(again).startswith("def again(q, k, v, ") and "    launch(" in inspect.getsource(again)
+    del again
+    gc.collect()
+    assert linecache.getlines(name) == []
+
+
+def test_one_tensor_in_two_places_is_not_recorded(seen):
+    """The next call may have two: attention of a sequence to itself, then to another."""
+    prepared = Prepared(seen, None, None, (), aligned=False)
+    prepared.v = prepared.k
+    results, again = prepared.record()
+    assert again is None and len(results) == 2 and prepared.kernel.launches == 1
 
 
 def test_run_time_numbers_reach_the_launch(seen):

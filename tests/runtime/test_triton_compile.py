@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import re
+import struct
 from types import SimpleNamespace
 
 import pytest
@@ -40,11 +44,11 @@ def masked(batch, head, q_idx, kv_idx):
     return seen & (q_idx + count >= kv_idx) & (by_head["uint8"][head] > 0) & (by_head["int16"][kv_idx // 32] != 5)
 
 
-def compiled(arch: str, direction: str = "bwd", score_mod=everything, mask_mod=masked, **options) -> CompiledModule:
+def compiled(arch: str, direction: str = "bwd", score_mod=everything, mask_mod=masked, shapes=SHAPES, **options) -> CompiledModule:
     """The kernels of one direction."""
     given = Options(tiles=TINY, **options)
     artifact = compile_for(
-        score_mod, mask_mod, shapes=SHAPES, target=Target.parse(arch), backend="triton", direction=direction, options=given
+        score_mod, mask_mod, shapes=shapes, target=Target.parse(arch), backend="triton", direction=direction, options=given
     )
     return artifact._compiled()
 
@@ -58,6 +62,30 @@ def test_captured_values_of_every_kind_compile(arch):
     for kernel in module.kernels:
         assert kernel.cubin[:4] == b"\x7fELF" and f".target {arch}" in kernel.ptx and kernel.registers > 0
         assert f".entry {kernel.name}" in kernel.ptx
+
+
+@pytest.mark.parametrize("factor", [None, 0.5], ids=["sum", "scaled sum"])
+def test_the_maximum_is_subtracted_from_a_rounded_score(factor):
+    """A pair bias of -1e38: an FMA of product and maximum, which is rounded, differs from 0 by 1e31, and the weight would be infinite."""
+    score = (lambda s, b, h, i, j: s + pairs[i, j]) if factor is None else (lambda s, b, h, i, j: (s + pairs[i, j]) * factor)
+    ptx = compiled("sm_90a", "fwd", score, None).ptx()
+    log2e = struct.pack(">f", math.log2(math.e) * (factor or 1.0)).hex().upper()
+    added = re.findall(rf"fma\.rn\.f32\s+\S+ \S+ 0f{log2e}, (\S+);", ptx)
+    assert added and set(added) == {"0f00000000"}
+
+
+def test_float32_products_of_a_block_are_a_sum_of_their_own():
+    """Triton joins `acc + dot` to one chain of FMAs over all keys, whose error grows with their number: raw, dp, dk and dv begin at 0."""
+    shapes = dataclasses.replace(SHAPES, dtype=torch.float32)
+    each = 16 * 16 // 32  # elements of a tile in a thread
+    begun = {
+        name: len(re.findall(r"fma\.rn\.f32.*, 0f00000000;", kernel.ptx))
+        for direction in ("fwd", "bwd")
+        for kernel in compiled("sm_90a", direction, None, None, shapes).kernels
+        for name in [kernel.name]
+    }
+    assert begun["forward_kernel"] >= 2 * 2 * each  # full blocks and a ragged end
+    assert begun["dq_kernel"] >= 2 * 3 * each and begun["dkv_kernel"] >= 4 * each
 
 
 @pytest.fixture(scope="module")

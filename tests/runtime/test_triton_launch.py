@@ -47,6 +47,25 @@ def test_each_kind_is_looked_at_once(kernel):
     assert kernel.direct == [(1, (5, 1, 1, 101, "f", "m", None, None, None, address, 7)) for address in (2, 4)]
 
 
+@pytest.mark.parametrize(("scratch", "is_direct"), [(0, True), (16, False)])
+def test_the_function_in_c_is_called_where_no_memory_is_needed(scratch, is_direct):
+    """Arguments are in the order in which Triton's own launcher passes them."""
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    run = object.__new__(CudaLauncher)
+    seen = []
+    run.launch = lambda *given: seen.append(given)
+    run.global_scratch_size, run.global_scratch_align = scratch, 16
+    run.profile_scratch_size, run.profile_scratch_align, run.num_ctas = 0, 1, 1
+    run.launch_cooperative_grid, run.launch_pdl = "cooperative", "pdl"
+    launch, function, settings = triton_launch._launch_of(SimpleNamespace(run=run, function="f", packed_metadata="m"))
+    assert (launch is run.launch) is is_direct
+    if is_direct:
+        launch(5, 6, 1, 100, function, *settings, None, None, None, "a", 7)
+        run(5, 6, 1, 100, "f", "m", None, None, None, "a", 7)
+        assert seen[0] == seen[1]
+
+
 def test_grids_of_two_dimensions(kernel):
     launch = launcher_of(kernel)
     launch((5, 6), "a", 0, [1], lambda: ["tensor"])
