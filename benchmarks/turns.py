@@ -18,9 +18,10 @@ READY = "ready to be measured"
 
 
 def wait_for_turn() -> None:
-    """In a child: everything is prepared; goes on when the parent says so."""
+    """In a child: everything is prepared; goes on when the parent says so, and ends with it."""
     print(READY, flush=True)
-    sys.stdin.readline()
+    if not sys.stdin.readline():
+        sys.exit("nobody waits for what would be measured")
 
 
 class Turn:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from flexc.block_kernels import compiled_for, load_shared
-from flexc.block_launches import ORDER_LAUNCH, is_coarse, table_launches
+from flexc.block_launches import is_coarse
+from flexc.block_tables import ORDER_LAUNCH, table_launches
 from flexc.codegen.levels import captured
 from flexc.codegen.triton.blocks import block_signature, emit_tables
 from flexc.errors import UnsupportedError

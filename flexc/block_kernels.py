@@ -14,7 +14,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -27,10 +27,11 @@ import torch
 
 from flexc import settings
 from flexc.backends import is_interpreted
-from flexc.block_launches import MOST_ROWS, Compiled, Exact
+from flexc.block_launches import MOST_ROWS, Compiled, Exact, WrittenWalk
 from flexc.codegen.templates import template_source
 from flexc.codegen.triton.blocks import (
     COUNTED,
+    ORDER_TEMPLATE,
     TABLES_TEMPLATE,
     TEMPLATE,
     BlocksPlan,
@@ -51,9 +52,9 @@ from flexc.runtime.machine_code import CompiledModule
 from flexc.runtime.module import load_module
 from flexc.runtime.triton_binaries import watch
 from flexc.runtime.triton_compile import compile_module
-from flexc.sparsity.facts import is_declared_sorted
 from flexc.sparsity.proof import Proof
 from flexc.sparsity.runs import Runs
+from flexc.sparsity.statements import is_declared_sorted
 from flexc.sparsity.walk import Walk, runs_of
 
 Tensor = torch.Tensor
@@ -76,12 +77,8 @@ class Counts:
     overflowed: int
 
 
-Made = tuple[Walk, Tensor]  # a walk, and what is counted for each of its block rows
-
-
-@dataclass
 class DeviceMap:
-    """Walks of one mask, made on the device that the tensors are on. Made by `build_on_gpu`.
+    """Walks of one mask, made on the device that the tensors are on. Made by `DevicePlan`.
 
     Each walk is made at first need, from what the tensors then contain.
 
@@ -90,37 +87,39 @@ class DeviceMap:
         device: where the walks are.
     """
 
-    shape: tuple[int, int, int, int]
-    device: torch.device
-    _make: Callable[[str], Made]
-    _made: dict[str, Made] = field(default_factory=dict)
-    _is_captured: bool = field(default_factory=is_capturing)
+    def __init__(self, plan: DevicePlan, device: torch.device, tensors: Sequence[Tensor], scalars: Sequence[int | float]):
+        self.shape, self.device = plan.shape, device
+        self._plan, self._tensors, self._scalars = plan, tensors, scalars
+        self._written: dict[str, WrittenWalk] = {}
+        self._is_captured = is_capturing()
 
     def row_walk(self) -> Walk:
         """For each query block the key blocks to visit."""
-        return self._side("rows")[0]
+        return self.written("rows").walk
 
     def column_walk(self) -> Walk:
         """For each key block the query blocks to visit."""
-        return self._side("columns")[0]
+        return self.written("columns").walk
 
     def has(self, side: str) -> bool:
         """Whether the walk along "rows" or "columns" is made."""
-        return side in self._made
+        return side in self._written
 
-    def _side(self, side: str) -> Made:
-        found = self._made.get(side)
+    def written(self, side: str) -> WrittenWalk:
+        """The walk along "rows" or "columns": its kernel is launched at first need."""
+        found = self._written.get(side)
         if found is None:
-            found = self._make(side)
+            with _on(self.device):
+                found = self._plan.written(side, self.device, self._tensors, self._scalars)
             # What a graph that is being captured will write has not been written yet: others must not find it.
             if self._is_captured or not is_capturing():
-                self._made[side] = found
+                self._written[side] = found
         return found
 
     @property
     def size_bytes(self) -> int:
         """Memory of the walks made so far."""
-        return sum(walk.order.untyped_storage().nbytes() for walk, _ in self._made.values())  # all parts lie in one piece
+        return sum(written.size_bytes for written in self._written.values())
 
     def rows(self) -> Runs:
         """For each query block the runs of key blocks that are not empty. Waits for the device."""
@@ -133,14 +132,44 @@ class DeviceMap:
 
     def counts(self) -> Counts:
         """How the blocks were decided. Waits for the device."""
-        found = dict(zip(COUNTED, self._side("rows")[1].sum(0).tolist(), strict=True))
+        found = dict(zip(COUNTED, self.written("rows").counts.sum(0).tolist(), strict=True))
         closer = {way: found[way] for way in ("sampled", "evaluated", "undecided")}
         proof = Proof(bounds=math.prod(self.shape) - sum(closer.values()), **closer)
         visited = found["partial"] + found["full"]
         return Counts(math.prod(self.shape) - visited, found["partial"], found["full"], proof, found["overflowed"])
 
 
-def build_on_gpu(
+@dataclass(frozen=True)
+class DevicePlan:
+    """How the walks of one mask are made, for given lengths and tensors of given sizes. Made by `plan_on_gpu`.
+
+    Attributes:
+        entries: of batch and heads.
+        shape: of the map.
+        device: of the maps; without an index, whichever is current.
+    """
+
+    compiled: Compiled
+    lengths: tuple[int, int]
+    entries: tuple[int, int]
+    shape: tuple[int, int, int, int]
+    device: torch.device
+    capacity: tuple[int | None, int | None]
+    exact: Exact
+
+    def map(self, tensors: Sequence[Tensor], scalars: Sequence[int | float]) -> DeviceMap:
+        """The map of captured values, in the order of the graph."""
+        device = self.device
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        return DeviceMap(self, device, tensors, scalars)
+
+    def written(self, side: str, device: torch.device, tensors: Sequence[Tensor], scalars: Sequence[int | float]) -> WrittenWalk:
+        """The walk along "rows" or "columns"."""
+        return self.compiled.walk(side, self.lengths, self.entries, tensors, scalars, device, self.capacity, self.exact)
+
+
+def plan_on_gpu(
     graph: Graph,
     q_len: int,
     kv_len: int,
@@ -149,21 +178,20 @@ def build_on_gpu(
     heads: int,
     block: tuple[int, int],
     tensors: Sequence[Tensor],
-    scalars: Sequence[int | float],
     device: torch.device,
     exact: Exact = "auto",
     most_listed: int | None = None,
     most_runs: int | None = None,
     title: str = "",
-) -> DeviceMap:
-    """The walks of `graph.mask`.
+) -> DevicePlan:
+    """The plan of the maps of `graph.mask`.
 
     Args:
         graph: a mask that does not read the score.
         q_len, kv_len: tokens, from 1 to MAX_TOKENS - 1.
         batch, heads: sizes that the map covers.
         block: tokens per block, (Bq, Bkv).
-        tensors, scalars: captured values, in the order of the graph, on `device`.
+        tensors: captured tensors, in the order of the graph: how large they are, and whether they are sorted, is looked at.
         exact: whether blocks that bounds leave open and that are alike on samples are evaluated on all their pairs: all of them, none, or
             ("auto") in each block row its share of `MOST_PAIRS`, as long as some turn out to be empty or full.
         most_listed, most_runs: places for the partial blocks and the full runs of one block row, if not as many as memory allows.
@@ -176,20 +204,11 @@ def build_on_gpu(
     if not 0 < min(q_len, kv_len) <= max(q_len, kv_len) < MAX_TOKENS:
         raise UnsupportedError(f"triton: a generated block map takes from 1 to {MAX_TOKENS - 1} tokens, got {q_len} and {kv_len}")
     compiled = compiled_for(graph, block, tensors, title, exact is not False)
-    reads = compiled.reads
-    entries = (batch if "batch" in reads else 1, heads if "head" in reads else 1)
+    entries = (batch if "batch" in compiled.reads else 1, heads if "head" in compiled.reads else 1)
     shape = (*entries, -(-q_len // block[0]), -(-kv_len // block[1]))
     if math.prod(entries) * max(shape[2:]) > MOST_ROWS:
         raise UnsupportedError(f"triton: a generated block map takes at most {MOST_ROWS} rows and columns of blocks, got {shape}")
-    capacity = most_listed, most_runs
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-
-    def make(side: str) -> Made:
-        with _on(device):
-            return compiled.walk(side, q_len, kv_len, entries, tensors, scalars, device, capacity, exact)
-
-    return DeviceMap(shape, device, make)
+    return DevicePlan(compiled, (q_len, kv_len), entries, shape, device, (most_listed, most_runs), exact)
 
 
 def compiled_for(graph: Graph, block: tuple[int, int], tensors: Sequence[Tensor], title: str, exact: bool = True) -> Compiled:
@@ -295,11 +314,12 @@ def _loaded(source: str, title: str = "tables and order", **parts: Any) -> Modul
     key = key_of(kind="block map", source=source, generator=_generator_digest(), triton=metadata.version("triton"), **parts)
     started, variant = time.perf_counter(), f"block map: {title}"
     entry, reason = store.get(key), "first block map of this mask"
+    is_kept = entry is not None
     if entry is None:
         refuse_if_forbidden(variant, reason, "triton", "any GPU", key)
         with store.lock(key):
             entry = store.get(key) or store.put(key, {"kernel.py": source}, {"backend": "triton"})
-        record(Compilation("source", variant, "triton", "any GPU", reason, False, time.perf_counter() - started, key))
+    record(Compilation("map", variant, "triton", "any GPU", reason, is_kept, time.perf_counter() - started, key))
     module = load_module(source, entry.path("kernel.py"))
     watch(module, BinaryLog(variant, "triton", "any GPU", reason, key))
     return module
@@ -308,7 +328,7 @@ def _loaded(source: str, title: str = "tables and order", **parts: Any) -> Modul
 @cache
 def _generator_digest() -> str:
     digest = hashlib.sha256()
-    for name in (TEMPLATE, TABLES_TEMPLATE):
+    for name in (TEMPLATE, TABLES_TEMPLATE, ORDER_TEMPLATE):
         digest.update(template_source(name).encode())
     for file in sorted((Path(__file__).parent / "codegen" / "triton").glob("blocks*.py")):
         digest.update(file.read_bytes())

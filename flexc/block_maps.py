@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from flexc import frontend, passes, settings
+from flexc import frontend, map_making, passes, settings
 from flexc.algebra import Mask
 from flexc.api import Kernel
 from flexc.arguments import MAX_TOKENS
@@ -18,10 +19,10 @@ from flexc.errors import InputError, ShapeError, TraceError, UnsupportedError
 from flexc.extents import Extent, extents_of, refuse_wrong_sizes
 from flexc.index_check import check_indices
 from flexc.ir.graph import Graph, inputs_of
-from flexc.map_making import make_map, number_on
+from flexc.map_making import MapMaker, number_on
 from flexc.pipeline import MaskAlone, claim_lines
 from flexc.sparsity import BlockMap
-from flexc.sparsity.facts import verify_facts
+from flexc.sparsity.statements import is_declared_sorted, verify_facts
 
 Tensor = torch.Tensor
 
@@ -60,44 +61,89 @@ def block_map(
         IndexRangeError: with FLEXC_CHECK=1, the mask reads past a captured tensor. Otherwise such a read gives 0, as in kernels.
     """
     score_mod, mask_mod = _functions_of(mask)
-    q_len, kv_len = _length("q_len", q_len), _length("kv_len", kv_len)
-    batch, heads = _count("batch", batch), _count("heads", heads)
-    sides = _block(block)
     try:
         trace, binding = frontend.trace(score_mod, mask_mod)
     except TraceError:
         _refuse_arity(mask)
         raise
-    alone, extents, reads = _prepared(trace)
+    ready = _prepared(trace)
+    alone = ready.alone
     tensors = [binding.tensors[slot] for slot in alone.tensor_slots]
     scalars = [binding.scalars[slot] for slot in alone.scalar_slots]
-    where = _device(device, alone.graph, tensors)
+    check = settings.current().check
+    maker = ready.maker((q_len, kv_len, batch, heads, block, device), tensors)
+    where = maker.device
     tensors = [t if t.device == where else number_on(t, where) if t.dim() == 0 else t for t in tensors]
-    refuse_wrong_sizes(extents, alone.graph, tensors, batch, heads, "the map is made for")
-    _refuse_too_many_blocks(reads, q_len, kv_len, batch, heads, sides)
-    if settings.current().check:
+    if check:
         verify_facts(tensors, [spec.name for spec in alone.graph.tensors])
-        if alone.graph.mask is not None and q_len and kv_len:
-            check_indices(alone.graph, Shapes(batch, heads, heads, q_len, kv_len, 1, 1, torch.float32), tensors, scalars, where)
-    sizes = {"batch": batch, "heads": heads, "block": sides}
-    captured = {"tensors": [t.detach() for t in tensors], "scalars": scalars, "device": where}
-    made = make_map(alone.graph, q_len, kv_len, **sizes, **captured)
-    made.row_walk()  # of the present contents
+        if alone.graph.mask is not None and maker.q_len and maker.kv_len:
+            shapes = Shapes(maker.batch, maker.heads, maker.heads, maker.q_len, maker.kv_len, 1, 1, torch.float32)
+            check_indices(alone.graph, shapes, tensors, scalars, where)
+    made = maker.map([t.detach() for t in tensors], scalars)
+    made.make_rows()  # of the present contents
     return made
 
 
-_Prepared = tuple[MaskAlone, tuple[Extent, ...], frozenset[str]]
+_MOST_MAKERS = 64
+
+
+@dataclass
+class _Prepared:
+    """The mask of a trace, its extents and which positions it reads.
+
+    Attributes:
+        makers: for arguments that were checked with tensors of some sizes.
+    """
+
+    alone: MaskAlone
+    extents: tuple[Extent, ...]
+    reads: frozenset[str]
+    makers: dict[tuple, MapMaker] = field(default_factory=dict)
+
+    def maker(self, asked: tuple, tensors: Sequence[Tensor]) -> MapMaker:
+        """What makes the map of a call: found once, as to look at arguments takes longer than to launch the kernels.
+
+        Args:
+            asked: q_len, kv_len, batch, heads, block and device, as the user gave them.
+        """
+        block = asked[4]
+        flat = (*asked, *block) if isinstance(block, tuple) else asked
+        sizes = tuple([(t.shape, t.device, is_declared_sorted(t)) for t in tensors])
+        # 1 == True == 1.0: what was checked holds for arguments of the same types.
+        key = flat, tuple(map(type, flat)), sizes, settings.current().device_maps, map_making.KERNEL_DEVICES
+        try:
+            found = self.makers.get(key)
+        except TypeError:  # a list, say
+            return self._maker(asked, tensors)
+        if found is None:
+            found = self._maker(asked, tensors)
+            if len(self.makers) >= _MOST_MAKERS:
+                self.makers.clear()
+            self.makers[key] = found
+        return found
+
+    def _maker(self, asked: tuple, tensors: Sequence[Tensor]) -> MapMaker:
+        q_len, kv_len, batch, heads, block, device = asked
+        q_len, kv_len = _length("q_len", q_len), _length("kv_len", kv_len)
+        batch, heads = _count("batch", batch), _count("heads", heads)
+        sides = _block(block)
+        where = _device(device, self.alone.graph, tensors)
+        refuse_wrong_sizes(self.extents, self.alone.graph, tensors, batch, heads, "the map is made for")
+        _refuse_too_many_blocks(self.reads, q_len, kv_len, batch, heads, sides)
+        return MapMaker.of(self.alone.graph, q_len, kv_len, batch=batch, heads=heads, block=sides, tensors=tensors, device=where)
+
+
 _ready: WeakKeyDictionary[frontend.Trace, _Prepared] = WeakKeyDictionary()
 
 
 def _prepared(trace: frontend.Trace) -> _Prepared:
-    """The mask of a trace, its extents and which positions it reads, made once: for a short map this takes longer than classification."""
+    """Made once: for a short map this takes longer than classification."""
     found = _ready.get(trace)
     if found is None:
         claim_lines(trace.graph)
         alone = MaskAlone.of(passes.run(trace.graph))
         mask = alone.graph.mask
-        found = _ready[trace] = alone, extents_of(alone.graph), inputs_of(mask) if mask is not None else frozenset()
+        found = _ready[trace] = _Prepared(alone, extents_of(alone.graph), inputs_of(mask) if mask is not None else frozenset())
     return found
 
 

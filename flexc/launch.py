@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from flexc import settings
-from flexc.backends import Call, Options, Shapes, on_device
+from flexc.backends import Call, Options, Shapes
 from flexc.gradient_sums import refuse_large_sums
-from flexc.map_making import is_capturing, make_map, stream_of, version_of
+from flexc.map_making import MapMaker, is_capturing, stream_of, version_of
 from flexc.pipeline import Artifact
 from flexc.runtime.graph_pools import outside_of_pools
 from flexc.sparsity import BlockMap
@@ -51,8 +51,12 @@ class Launch:
         again = self.remembered.again
         if again is not None:
             walk = maps["forward"].row_walk() if maps else None
-            with on_device(q.device):
+            device = q.device
+            if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
                 results = again(q, k, v, self.scale, tensors, self.scalars, walk)
+            else:
+                with torch.cuda.device(device):
+                    results = again(q, k, v, self.scale, tensors, self.scalars, walk)
             if results is not None:
                 return results
         call = Call(q, k, v, self.scale, tuple(tensors), self.scalars)
@@ -156,7 +160,7 @@ class MapCache:
     def blocks(self, launch: Launch, block: tuple[int, int], tensors: Sequence[Tensor], device: torch.device) -> BlockMap:
         """The map for a launch, to look at: with `block` = (query tokens, key tokens) per block."""
         found = self.walked(launch, block, tensors, device)
-        found.row_walk()
+        found.make_rows()
         return found
 
     def walked(self, launch: Launch, block: tuple[int, int], tensors: Sequence[Tensor], device: torch.device) -> BlockMap:
@@ -177,10 +181,9 @@ class MapCache:
         if found is not None:
             return found
         sizes = {"batch": shapes.batch, "heads": shapes.heads_q, "block": block}
-        captured = {"tensors": [tensor.detach() for tensor in read], "scalars": scalars, "device": device}
-        how = {"title": launch.title, "by_kernels": launch.maps_by_kernels}
-        lengths = shapes.q_len, shapes.kv_len
-        blocks = outside_of_pools(lambda: make_map(alone.graph, *lengths, **sizes, **captured, **how), device)
+        how = {"device": device, "title": launch.title, "by_kernels": launch.maps_by_kernels}
+        maker = MapMaker.of(alone.graph, shapes.q_len, shapes.kv_len, **sizes, tensors=read, **how)
+        blocks = outside_of_pools(lambda: maker.map([tensor.detach() for tensor in read], scalars), device)
         if not is_captured:
             with self._lock:
                 # Work on another stream does not wait for this one: each has maps of its own.

@@ -24,45 +24,75 @@ Tensor = torch.Tensor
 KERNEL_DEVICES = frozenset(["cuda"])
 
 
-def make_map(
-    graph: Graph,
-    q_len: int,
-    kv_len: int,
-    *,
-    batch: int,
-    heads: int,
-    block: tuple[int, int],
-    tensors: Sequence[Tensor],
-    scalars: Sequence[int | float],
-    device: torch.device,
-    title: str = "",
-    by_kernels: bool = False,
-) -> BlockMap:
-    """The map of `graph.mask`; arguments as for `sparsity.classify`.
+@dataclass(frozen=True)
+class MapMaker:
+    """Makes the maps of one mask for given lengths. What does not depend on the contents of tensors is found out once.
 
-    On a GPU the walks are made at first need, and until then the tensors must stay as they are.
-
-    Args:
-        title: what the user calls the mask.
-        by_kernels: whatever FLEXC_DEVICE_MAPS says.
-
-    Raises:
-        UnsupportedError: a CUDA graph is being captured, and finding the blocks would have to wait for the GPU.
+    Attributes:
+        plan: of the kernels that make the maps; None where PyTorch operators do.
+        why: why they do, empty where that is as it should be.
     """
-    why = _why_not(graph, q_len, kv_len, device, by_kernels)
-    if why is None:
-        made = _KernelMap(graph, q_len, kv_len, batch, heads, block, tuple(tensors), tuple(scalars), device, title)
-        try:
-            return made.blocks()
-        except UnsupportedError as error:
-            why = str(error)
-    _refuse_waiting(device, why)
-    with torch.no_grad():
-        blocks = sparsity.classify(
-            graph, q_len, kv_len, batch=batch, heads=heads, block=block, tensors=tensors, scalars=scalars, device=device
-        )
-    blocks.waited = why
-    return blocks
+
+    graph: Graph
+    q_len: int
+    kv_len: int
+    batch: int
+    heads: int
+    block: tuple[int, int]
+    device: torch.device
+    title: str
+    plan: Any
+    why: str
+
+    @staticmethod
+    def of(
+        graph: Graph,
+        q_len: int,
+        kv_len: int,
+        *,
+        batch: int,
+        heads: int,
+        block: tuple[int, int],
+        tensors: Sequence[Tensor],
+        device: torch.device,
+        title: str = "",
+        by_kernels: bool = False,
+    ) -> MapMaker:
+        """For tensors as large as these, that are as sorted; arguments as for `sparsity.classify`.
+
+        Args:
+            title: what the user calls the mask.
+            by_kernels: whatever FLEXC_DEVICE_MAPS says.
+        """
+        plan, why = None, _why_not(graph, q_len, kv_len, device, by_kernels)
+        if why is None:
+            from flexc.block_kernels import plan_on_gpu
+
+            sizes = {"batch": batch, "heads": heads, "block": block}
+            try:
+                plan = plan_on_gpu(graph, q_len, kv_len, **sizes, tensors=tensors, device=device, title=title)
+            except UnsupportedError as error:
+                why = str(error)
+        return MapMaker(graph, q_len, kv_len, batch, heads, block, device, title, plan, why or "")
+
+    def map(self, tensors: Sequence[Tensor], scalars: Sequence[int | float]) -> BlockMap:
+        """The map of what the tensors contain. On a GPU its walks are made at first need, and until then they must stay as they are.
+
+        Raises:
+            UnsupportedError: a CUDA graph is being captured, and finding the blocks would have to wait for the GPU.
+        """
+        if self.plan is not None:
+            assert self.graph.mask is not None
+            tensors, scalars = tuple(tensors), tuple(scalars)
+            tokens = TokenMask(self.graph.mask, self.q_len, self.kv_len, self.block, tensors, scalars, self.device, self.graph)
+            return BlockMap.of_walks(_KernelMap(self, tensors, scalars), self.batch, self.heads, tokens)
+        _refuse_waiting(self.device, self.why)
+        sizes = {"batch": self.batch, "heads": self.heads, "block": self.block}
+        with torch.no_grad():
+            captured = {"tensors": tensors, "scalars": scalars, "device": self.device}
+            blocks = sparsity.classify(self.graph, self.q_len, self.kv_len, **sizes, **captured)
+        blocks.waited = self.why
+        return blocks
 
 
 def _why_not(graph: Graph, q_len: int, kv_len: int, device: torch.device, by_kernels: bool) -> str | None:
@@ -81,40 +111,14 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-@dataclass
 class _KernelMap:
-    """What a map made by kernels stands on: `sparsity.walk.MadeWalks`."""
+    """What a map made by kernels stands on: `sparsity.walk.MadeWalks`. Its walks are made at first need."""
 
-    graph: Graph
-    q_len: int
-    kv_len: int
-    batch: int
-    heads: int
-    block: tuple[int, int]
-    tensors: tuple[Tensor, ...]
-    scalars: tuple[int | float, ...]
-    device: torch.device
-    title: str
-    walks: Any = None
-    versions: tuple = ()
-
-    def blocks(self) -> BlockMap:
-        """The map. Its walks are made at first need."""
-        from flexc.block_kernels import build_on_gpu
-
-        sizes = {"batch": self.batch, "heads": self.heads, "block": self.block}
-        captured = {"tensors": self.tensors, "scalars": self.scalars, "device": self.device}
-        self.walks = build_on_gpu(self.graph, self.q_len, self.kv_len, **sizes, **captured, exact="auto", title=self.title)
-        self.device = self.walks.device
-        self.versions = tuple(map(version_of, self.tensors))
-        assert self.graph.mask is not None
-        mask = TokenMask(self.graph.mask, self.q_len, self.kv_len, self.block, self.tensors, self.scalars, self.device, self.graph)
-        return BlockMap.of_walks(self, self.q_len, self.kv_len, self.block, self.batch, self.heads, mask)
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """Of the map."""
-        return self.walks.shape
+    def __init__(self, maker: MapMaker, tensors: tuple[Tensor, ...], scalars: tuple[int | float, ...]):
+        self.maker, self.tensors, self.scalars = maker, tensors, scalars
+        self.walks = maker.plan.map(tensors, scalars)
+        self.device, self.shape = self.walks.device, self.walks.shape
+        self.versions = tuple(map(version_of, tensors))
 
     @property
     def size_bytes(self) -> int:
@@ -124,6 +128,10 @@ class _KernelMap:
     def has_walk(self, side: str) -> bool:
         """Whether the walk along "rows" or "columns" is made."""
         return self.walks.has(side)
+
+    def make_rows(self) -> None:
+        """Launches what makes the walk along rows, if it is not made."""
+        self.walks.written("rows")
 
     def row_walk(self) -> Walk:
         """For each query block the key blocks to visit."""
@@ -147,10 +155,11 @@ class _KernelMap:
 
     def with_lengths(self, q_len: int, kv_len: int) -> BlockMap:
         """The map of the same mask for other lengths, with the tensors' present contents."""
-        sizes = {"batch": self.batch, "heads": self.heads, "block": self.block}
-        captured = {"tensors": self.tensors, "scalars": self.scalars, "device": self.device}
-        made = make_map(self.graph, q_len, kv_len, **sizes, **captured, title=self.title)
-        made.row_walk()
+        maker = self.maker
+        sizes = {"batch": maker.batch, "heads": maker.heads, "block": maker.block}
+        anew = MapMaker.of(maker.graph, q_len, kv_len, **sizes, tensors=self.tensors, device=self.device, title=maker.title)
+        made = anew.map(self.tensors, self.scalars)
+        made.make_rows()
         return made
 
 

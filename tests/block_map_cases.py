@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 
 import flexc
-from flexc import block_kernels, block_launches, launch, map_making
+from flexc import block_kernels, block_launches, block_tables, launch, map_making
 from flexc.ir.eager import Environment, evaluate
 from flexc.ir.graph import FLOAT32, INT32, INT64, Graph, Node, ScalarInput, scalar
 from flexc.ir.ops import cast
 from flexc.sparsity import EMPTY, FULL, PARTIAL, BlockMap
-from flexc.sparsity.facts import declare_sorted, is_declared_sorted
+from flexc.sparsity.statements import declare_sorted, is_declared_sorted
 from flexc.sparsity.walk import Walk, walk_of
 from tests.sparsity.graphs import batch, both, causal, graph_of, head, kinds_of, kv_idx, op, q_idx, read
 
@@ -186,10 +186,11 @@ def kinds_of_walk(walk: Walk, blocks: int) -> Tensor:
 
 def build(case: Case, exact: block_launches.Exact, **capacity: int) -> block_kernels.DeviceMap:
     """The map of a case."""
-    return block_kernels.build_on_gpu(
-        case.graph, case.q_len, case.kv_len, batch=case.b, heads=case.h, block=case.block, tensors=case.tensors_on(DEVICE),
-        scalars=case.values, device=DEVICE, exact=exact, **capacity,
+    tensors, sizes = case.tensors_on(DEVICE), {"batch": case.b, "heads": case.h, "block": case.block}
+    plan = block_kernels.plan_on_gpu(
+        case.graph, case.q_len, case.kv_len, **sizes, tensors=tensors, device=DEVICE, exact=exact, **capacity
     )  # fmt: skip
+    return plan.map(tensors, case.values)
 
 
 def check(name: str, exact: bool, coarse: bool) -> None:
@@ -215,6 +216,7 @@ def check_case(case: Case, exact: bool, coarse: bool) -> None:
         assert walk.partial[:blocks].tolist() == list(range(blocks))
         work = (kinds_of_walk(walk, blocks) != EMPTY).sum(-1).flatten(0, 1).sum(0)
         assert torch.equal(walk.order.long().cpu(), torch.argsort(work, descending=True, stable=True)), "order"
+        assert not any(turn.item() for turn in block_launches._turns.values()), "the next launch counts its programs from 0"
     for runs, walk, blocks in ((found.rows(), found.row_walk(), m), (found.columns(), found.column_walk(), n)):
         assert torch.equal(kinds_of_walk(walk_of(runs), blocks), kinds_of_walk(walk, blocks))
     counts = found.counts()
@@ -278,10 +280,14 @@ def overflow() -> None:
 def closer_looks_are_limited() -> None:
     """One forbidden pair in each block, which no sample meets: looking closer is in vain, and a block row stops after a while."""
     hidden = both(op("eq", op("floormod", q_idx, 8), 3), op("eq", op("floormod", kv_idx, 8), 5))
+    for exact, rows, evaluated in ((True, 2, 20), ("auto", 2, 16), ("auto", 3, 8)):
+        try:
+            block_launches._FEW_ROWS = 2
+            proof = build(Case(op("not", hidden), q_len=8 * rows, kv_len=8 * 20), exact).counts().proof
+        finally:
+            block_launches._FEW_ROWS = 256
+        assert (proof.bounds, proof.evaluated, proof.undecided) == (0, rows * evaluated, rows * (20 - evaluated)), (exact, rows)
     case = Case(op("not", hidden))
-    for exact, evaluated in ((True, 12), ("auto", 8)):
-        proof = build(case, exact).counts().proof
-        assert (proof.bounds, proof.evaluated, proof.undecided) == (0, 12 * evaluated, 12 * (12 - evaluated)), exact
     before = block_launches.MOST_PAIRS
     try:
         block_launches.MOST_PAIRS = 64 * 12 * 3
@@ -318,19 +324,23 @@ def rows_of_very_many_blocks() -> None:
 
 
 def tables() -> None:
-    """The kernels build what `SparseTable.of` does."""
+    """The kernels build what `SparseTable.of` does: all at once for short tensors, else in two steps."""
     from flexc.sparsity.facts import SparseTable
 
     tensors = [
         torch.randint(-50, 50, (1000,)), torch.randint(-50, 50, (3, 300), dtype=torch.int32), torch.rand(2, 5, 64) < 0.5,
         _with_nan(), torch.randn(700).half(), torch.randn(40, 3).double().t(), torch.randn(1), torch.randn(2, 600)[:, ::2],
     ]  # fmt: skip
-    for tensor in (t.to(DEVICE) for t in tensors):
+    for tensor, most in [(t.to(DEVICE), 2**14) for t in tensors] + [(t.to(DEVICE), 0) for t in tensors[1:4:2]]:
+        block_tables._AT_ONCE = most
+        block_tables._Shape.of.cache_clear()
         for dim in range(tensor.dim()):
             for cell in (1, 3, 8, 64):
-                made, expected = block_launches.sparse_table(tensor, dim, cell), SparseTable.of(tensor, [dim], cell)
+                made, expected = block_tables.sparse_table(tensor, dim, cell), SparseTable.of(tensor, [dim], cell)
                 assert torch.equal(made.lo, expected.lo) and torch.equal(made.hi, expected.hi), (tensor.shape, tensor.dtype, dim, cell)
                 assert made.lo.dtype == expected.lo.dtype
+    block_tables._AT_ONCE = 2**14
+    block_tables._Shape.of.cache_clear()
 
 
 def attention_on_maps_made_by_kernels() -> None:

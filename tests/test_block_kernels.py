@@ -10,10 +10,11 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
-from flexc import block_kernels, block_launches, map_making
+import flexc
+from flexc import block_kernels, block_launches, block_tables, map_making
 from flexc.codegen.triton.blocks import plan_blocks
 from flexc.errors import UnsupportedError
-from flexc.ir.graph import FLOAT32, INT64, Graph, ScalarInput, scalar
+from flexc.ir.graph import FLOAT32, INT64, Graph, Node, ScalarInput, scalar
 from flexc.ir.ops import cast
 from tests import block_map_cases
 from tests.block_map_cases import CASES, failure_of
@@ -80,9 +81,8 @@ def test_promises_on_a_gpu(function, on_gpu):
 
 
 def build(graph: Graph, q_len: int, kv_len: int, tensors: tuple[torch.Tensor, ...] = ()) -> block_kernels.DeviceMap:
-    return block_kernels.build_on_gpu(
-        graph, q_len, kv_len, batch=1, heads=1, block=(8, 8), tensors=tensors, scalars=(), device=torch.device("cpu")
-    )
+    plan = block_kernels.plan_on_gpu(graph, q_len, kv_len, batch=1, heads=1, block=(8, 8), tensors=tensors, device=torch.device("cpu"))
+    return plan.map(tensors, ())
 
 
 class Launches:
@@ -90,7 +90,9 @@ class Launches:
 
     def __init__(self, text: str = ""):
         self.made: list[tuple[str, tuple]] = []
-        self.LAUNCH = dict.fromkeys(["rows_kernel", "columns_kernel", "order_kernel", "cells_kernel", "levels_kernel"], (1, 1))
+        self.LAUNCH = dict.fromkeys(
+            ["rows_kernel", "columns_kernel", "order_kernel", "table_kernel", "cells_kernel", "levels_kernel"], (1, 1)
+        )
 
     def __getattr__(self, name: str):
         launches = self
@@ -112,23 +114,15 @@ def test_nothing_waits_for_the_device_and_tables_are_made_once(monkeypatch):
     launches = Launches()
     monkeypatch.setattr(block_kernels, "load_module", lambda text, path: launches)
     monkeypatch.setattr(block_kernels, "_builders", OrderedDict())
-    monkeypatch.setattr(block_launches, "_tables", [block_launches._TablesModule(launches)])
+    monkeypatch.setattr(block_tables, "_loaded", [block_tables.Shared(launches)])
     ids, pairs = torch.empty((2, 2**20), dtype=torch.int64, device="meta"), torch.empty((64, 64), dtype=torch.bool, device="meta")
     documents = op("eq", read(0, ids, batch, q_idx), read(0, ids, batch, kv_idx))
     graph = graph_of(op("and", documents, read(1, pairs, op("floordiv", q_idx, 2**14), op("floordiv", kv_idx, 2**14))), (ids, pairs))
 
     def build() -> block_kernels.DeviceMap:
-        return block_kernels.build_on_gpu(
-            graph,
-            2**20,
-            2**20,
-            batch=2,
-            heads=4,
-            block=(128, 128),
-            tensors=(ids, pairs),
-            scalars=(),
-            device=torch.device("meta"),
-        )
+        sizes = {"batch": 2, "heads": 4, "block": (128, 128)}
+        plan = block_kernels.plan_on_gpu(graph, 2**20, 2**20, **sizes, tensors=(ids, pairs), device=torch.device("meta"))
+        return plan.map((ids, pairs), ())
 
     found = build()
     assert launches.take() == []
@@ -145,6 +139,43 @@ def test_nothing_waits_for_the_device_and_tables_are_made_once(monkeypatch):
     ids.add_(1)
     build().row_walk()
     assert launches.take() == ["cells_kernel", "levels_kernel", "rows_kernel", "order_kernel"]
+
+
+def test_few_block_rows_are_ordered_by_the_kernel_that_writes_their_walk(monkeypatch):
+    launches = Launches()
+    monkeypatch.setattr(block_kernels, "load_module", lambda text, path: launches)
+    monkeypatch.setattr(block_kernels, "_builders", OrderedDict())
+    monkeypatch.setattr(block_tables, "_loaded", [block_tables.Shared(launches)])
+    monkeypatch.setattr(block_launches, "_turns", {})
+
+    def names(mask: Node, q_len: int) -> list[str]:
+        sizes = {"batch": 2, "heads": 1, "block": (8, 8)}
+        plan = block_kernels.plan_on_gpu(graph_of(mask), q_len, 64, **sizes, tensors=(), device=torch.device("meta"))
+        plan.map((), ()).row_walk()
+        return launches.take()
+
+    assert names(causal, 8 * 128) == ["rows_kernel"] and len(block_launches._turns) == 1
+    assert names(causal, 8 * 129) == ["rows_kernel", "order_kernel"]
+    by_batch = op("le", kv_idx, batch)
+    assert names(by_batch, 64) == ["rows_kernel", "order_kernel"], "the work of a row is summed through the batch"
+    monkeypatch.setattr(block_launches, "is_capturing", lambda: True)
+    block_launches._turns.clear()
+    assert names(causal, 64) == ["rows_kernel"] and not block_launches._turns, "a graph has a count of its own"
+
+
+def test_the_table_of_a_short_tensor_is_made_by_one_launch(monkeypatch):
+    launches = Launches()
+    monkeypatch.setattr(block_tables, "_loaded", [block_tables.Shared(launches)])
+    for length, cell, names in (
+        (2**14, 128, ["table_kernel"]),
+        (2**14 + 1, 128, ["cells_kernel", "levels_kernel"]),
+        (2**13, 1, ["table_kernel"]),
+        (2**13, 96, ["table_kernel"]),
+        (2**14, 96, ["cells_kernel", "levels_kernel"]),  # cells are read as if they were 128 long
+    ):
+        tensor = torch.empty((3, length), dtype=torch.int32, device="meta")
+        assert block_tables.sparse_table(tensor, 1, cell).lo.shape == ((-(-length // cell)).bit_length(), 3, -(-length // cell))
+        assert launches.take() == names, (length, cell)
 
 
 def test_cells_of_a_table_are_as_long_as_blocks_where_blocks_begin_and_end_with_them():
@@ -182,17 +213,8 @@ def test_lengths_that_are_refused(q_len, kv_len):
 
 def test_more_rows_of_blocks_than_int32_counts_are_refused():
     with pytest.raises(UnsupportedError, match="at most 268435456 rows and columns of blocks, got \\(70000, 1, 8, 65536\\)"):
-        block_kernels.build_on_gpu(
-            graph_of(op("lt", kv_idx, batch)),
-            64,
-            2**19,
-            batch=70_000,
-            heads=1,
-            block=(8, 8),
-            tensors=(),
-            scalars=(),
-            device=torch.device("cpu"),
-        )
+        sizes = {"batch": 70_000, "heads": 1, "block": (8, 8)}
+        block_kernels.plan_on_gpu(graph_of(op("lt", kv_idx, batch)), 64, 2**19, **sizes, tensors=(), device=torch.device("cpu"))
 
 
 def test_an_empty_tensor_is_refused():
@@ -216,19 +238,29 @@ def test_a_mask_that_cannot_be_printed_is_tried_once(monkeypatch):
     assert len(tries) == 1
 
 
+def test_the_log_has_modules_of_block_maps_as_a_kind_of_their_own(monkeypatch, tmp_path):
+    """Not among the sources of attention; and found on the disk the second time."""
+    monkeypatch.setenv("FLEXC_CACHE_DIR", str(tmp_path))
+    flexc.compile_log(reset=True)
+    for _ in range(2):
+        monkeypatch.setattr(block_kernels, "_builders", OrderedDict())
+        build(graph_of(causal), 8, 8)
+    log = flexc.compile_log()
+    assert [entry.loaded for entry in log.of("map") if "tables" not in entry.variant] == [False, True] and not log.of("source")
+
+
 def test_integers_that_need_64_bits_are_arguments_of_another_kind(monkeypatch):
     """Also beside a float, which is of no integer kind at all."""
     launches = Launches()
     monkeypatch.setattr(block_kernels, "load_module", lambda text, path: launches)
     monkeypatch.setattr(block_kernels, "_builders", OrderedDict())
-    monkeypatch.setattr(block_launches, "_tables", [block_launches._TablesModule(launches)])
+    monkeypatch.setattr(block_tables, "_loaded", [block_tables.Shared(launches)])
     mask = both(op("lt", cast(q_idx, FLOAT32), scalar(0, FLOAT32)), op("lt", cast(kv_idx, INT64), scalar(1, INT64)))
     graph = Graph((("mask", mask),), (), (ScalarInput("x", FLOAT32), ScalarInput("n", INT64)))
     kinds = []
     for number in (5, 6, 2**40):
-        block_kernels.build_on_gpu(
-            graph, 64, 64, batch=1, heads=1, block=(8, 8), tensors=(), scalars=(0.5, number), device=torch.device("meta")
-        ).row_walk()
+        plan = block_kernels.plan_on_gpu(graph, 64, 64, batch=1, heads=1, block=(8, 8), tensors=(), device=torch.device("meta"))
+        plan.map((), (0.5, number)).row_walk()
         (compiled,) = next(iter(block_kernels._builders.values()))._by_plan.values()
         kinds.append(len(compiled._prepared))
     assert kinds == [1, 1, 2] and len({arguments.kind for _, arguments in compiled._prepared.values()}) == 2

@@ -198,7 +198,6 @@ def test_two_streams_have_maps_of_their_own():
 def test_after_a_warm_up_no_map_is_compiled(monkeypatch, tmp_path):
     """Binaries are found by what Triton sees of arguments: a warm-up without tensors must show it the same."""
     monkeypatch.setenv("FLEXC_CACHE_DIR", str(tmp_path / "flexc"))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     captured = Captured()
     kernel = flexc.attention(None, captured.mask, backend="triton")
     kernel.warmup({"batch": 2, "heads": 4, "heads_kv": 2, "q_len": TOKENS, "head_dim": 64, "device": "cuda"}, processes=4)

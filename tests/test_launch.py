@@ -288,6 +288,7 @@ def test_walks_that_are_made_are_taken_as_they_are(monkeypatch):
     made = []
     monkeypatch.setattr(launch, "outside_of_pools", lambda make, device: made.append(make()))
     maps = {"forward": flexc.block_map(causal, 64, 64), "dkv": flexc.block_map(causal, 64, 64)}
+    rows = maps["forward"].row_walk()
     for _ in range(3):
         launch.Launch._walked(maps, torch.device("cuda"))
-    assert len(made) == 1 and made[0] is maps["dkv"].column_walk()  # `block_map` has made the rows of both
+    assert len(made) == 1 and made[0] is maps["dkv"].column_walk() and maps["forward"].row_walk() is rows

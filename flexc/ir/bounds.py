@@ -8,6 +8,7 @@ decided as q_idx >= kv_idx, whatever start is.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -63,7 +64,7 @@ class _Evaluation:
         """The root's interval; those of all nodes that it needs are in `found`."""
         if root in self.found:
             return self.found[root]
-        order, needed = topological([root]), {root}
+        order, needed = _below(root), {root}
         for node in reversed(order):
             if node in needed and node not in self.known:
                 needed.update(node.args)
@@ -137,6 +138,17 @@ class _Evaluation:
             total = Interval(total.lo, total.hi, False, INT64, total.least, total.most)
             exact = both(exact, _fits(total, INT64))
         return total, exact
+
+
+_orders: WeakKeyDictionary[Node, list[Node]] = WeakKeyDictionary()
+
+
+def _below(root: Node) -> list[Node]:
+    """The root and all nodes below it, operands first: squares of every size ask for the same few roots."""
+    found = _orders.get(root)
+    if found is None:
+        found = _orders[root] = topological([root])[:-1]  # the root itself would keep its entry alive
+    return [*found, root]
 
 
 def _fits(x: Interval, dtype: str) -> Claim:

@@ -57,11 +57,9 @@ class BlockMap:
     waited: str = ""
 
     @staticmethod
-    def of_walks(
-        made: MadeWalks, q_len: int, kv_len: int, block: tuple[int, int], batch: int, heads: int, tokens: TokenMask | None
-    ) -> BlockMap:
-        """The map of which walks were made, and nothing else yet: runs follow from them, and looking at runs waits for the device."""
-        return BlockMap(None, q_len, kv_len, block, batch, heads, tokens, _made=made)
+    def of_walks(made: MadeWalks, batch: int, heads: int, tokens: TokenMask) -> BlockMap:
+        """The map of which walks are made, and nothing else yet: runs follow from them, and looking at runs waits for the device."""
+        return BlockMap(None, tokens.q_len, tokens.kv_len, tokens.block, batch, heads, tokens, _made=made)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy in another process has runs; what makes walks stays here."""
@@ -119,6 +117,11 @@ class BlockMap:
     def has_walk(self, side: str) -> bool:
         """Whether the walk along "rows" or "columns" is made; if not, asking for it makes it."""
         return side in self._walks or (self._made is not None and self._made.has_walk(side))
+
+    def make_rows(self) -> None:
+        """Have the walk along rows made from what captured tensors hold now, without waiting for it."""
+        if self._made is not None:
+            self._made.make_rows()
 
     def row_walk(self) -> Walk:
         """For each query block the key blocks to visit, as kernels read it."""

@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 
 SPLIT = 4  # a square of blocks is split into SPLIT x SPLIT smaller ones
 _FIRST_SQUARES = 1024  # the coarsest level has about this many squares at most
-_AT_ONCE = 2**16  # squares evaluated together: their intervals stay in a core's cache
+_AT_ONCE = 2**17  # squares evaluated together: their intervals stay in a core's cache
 _MOST_SQUARES = {"cpu": 2**23, "cuda": 2**26}  # of one level; past that, squares stay partial as a whole
 
 
@@ -64,7 +64,11 @@ def _coarsest_span(entries: int, rows: int, columns: int) -> int:
 
 
 class Levels:
-    """Bounds of one mask over squares of any size."""
+    """Bounds of one mask over squares of any size.
+
+    Attributes:
+        alone: the nodes that depend on no position, or on this one alone.
+    """
 
     def __init__(self, tokens: TokenMask, shape: tuple[int, int, int, int]):
         self.tokens = tokens
@@ -72,6 +76,8 @@ class Levels:
         self.facts = Facts(tokens.tensors, math.gcd(*tokens.block))
         self.scalars = [scalar_interval(value, tokens.device) for value in tokens.scalars]
         self.mixed = Mixed.of(tokens)
+        reads = {node: inputs_of(node) for node in topological([tokens.mask])}
+        self.alone = {name: [node for node, read in reads.items() if read <= {name}] for name in ("q_idx", "kv_idx")}
 
     def of(self, size: tuple[int, int]) -> Level:
         """For squares of so many query and key tokens."""
@@ -125,7 +131,8 @@ class Level:
             known: Mapping[Node, Interval] = {}
             inputs |= {"q_idx": self._positions(0, row[:, None]), "kv_idx": self._positions(1, column[None])}
         else:
-            known = _Gathered(self._rows, row, self._columns, column)
+            # An index past the end counts as the last.
+            known = _Gathered(self._rows, row.clamp(max=self.counts[0] - 1), self._columns, column.clamp(max=self.counts[1] - 1))
         every = ChainMap(levels.bounds([mask], inputs, known), known)  # pyright: ignore[reportArgumentType]
         truth = every[mask]
         undecided = exists & ~truth.is_true & ~truth.is_false
@@ -146,7 +153,7 @@ class Level:
         """Bounds of the nodes that read this input or none, once for each row or column of squares."""
         tokens = self.levels.tokens
         positions = self._positions(side, torch.arange(self.counts[side], device=tokens.device))
-        nodes = [n for n in topological([tokens.mask]) if inputs_of(n) <= {name}]
+        nodes = self.levels.alone[name]
         found = self.levels.bounds(nodes, {name: positions})
         return {node: found[node] for node in nodes}
 
@@ -186,11 +193,12 @@ class _Gathered(Mapping[Node, Interval]):
 
 
 def _at(interval: Interval, index: Tensor) -> Interval:
-    """The intervals of chosen rows or columns, an index past the end counting as the last; one for all stays one."""
+    """The intervals of chosen rows or columns; one for all stays one."""
 
     def chosen(x: Tensor) -> Tensor:
-        return x.index_select(0, index.flatten().clamp(max=len(x) - 1)).view(index.shape) if x.dim() else x
+        return x.index_select(0, flat).view(index.shape) if x.dim() and len(x) > 1 else x
 
+    flat = index.flatten()
     lo = chosen(interval.lo)
     hi = lo if interval.is_point else chosen(interval.hi)
     return replace(interval, lo=lo, hi=hi, nan=chosen(interval.nan) if isinstance(interval.nan, Tensor) else interval.nan)

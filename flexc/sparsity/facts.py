@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
-import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from flexc.errors import InputError
 from flexc.ir.affine import affine_form
 from flexc.ir.bounds import anything
 from flexc.ir.graph import Node, inputs_of
 from flexc.ir.interval import Claim, Interval, either, unless
+from flexc.sparsity.statements import is_declared_sorted
+from flexc.sparsity.table_cache import TABLES
 
 Tensor = torch.Tensor
 
@@ -291,121 +288,3 @@ def _ends(value: Tensor) -> tuple[Tensor, Tensor]:
     lo, hi = _least_and_most(value)
     wide = lo.to(torch.float64)
     return wide, wide if lo is hi else hi.to(torch.float64)
-
-
-# --- what belongs to a tensor ------------------------------------------------------------------------------------------------------
-
-
-def _place(tensor: Tensor) -> Hashable:
-    """What tells this view of a storage from others. Two views at one place are equal for as long as the storage lives."""
-    return id(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-@dataclass
-class TableCache:
-    """Tables of facts by the tensor they were made from and its version, for as long as its storage lives.
-
-    Views of one storage that look alike, such as a tensor and what `detach` makes of it, share their tables. Not kept: tables of tensors
-    whose versions PyTorch does not count, and those made while a CUDA graph is captured, which has to make them again at every replay.
-
-    Attributes:
-        most, most_bytes: past one of them the tables used least recently are dropped.
-    """
-
-    most: int = 64
-    most_bytes: int = 2**28
-    _kept: OrderedDict[Hashable, _Kept] = field(default_factory=OrderedDict)
-    _lock: threading.RLock = field(default_factory=threading.RLock)  # garbage collection may call `_forget` at any point
-
-    def get(self, tensor: Tensor, kind: tuple, make: Callable[[], Any]) -> Any:
-        """The table of this kind, made at first need. It has `tensors`."""
-        if tensor.is_inference() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return make()
-        key, version = (_place(tensor), kind), (tensor._version, tensor.data_ptr())
-        with self._lock:
-            kept = self._kept.get(key)
-            if kept is not None and kept.version == version and kept.storage() is tensor.untyped_storage():
-                self._kept.move_to_end(key)
-                return kept.table
-        table = make()
-        size_bytes = sum(t.numel() * t.element_size() for t in table.tensors)
-        storage = weakref.ref(tensor.untyped_storage(), lambda _: self._forget(key))
-        with self._lock:
-            self._kept[key] = _Kept(storage, version, table, size_bytes)
-            self._evict()
-        return table
-
-    def clear(self) -> None:
-        """Forget every table."""
-        with self._lock:
-            self._kept.clear()
-
-    def _forget(self, key: Hashable) -> None:
-        with self._lock:
-            kept = self._kept.get(key)
-            if kept is not None and kept.storage() is None:
-                del self._kept[key]
-
-    def _evict(self) -> None:
-        size_bytes = sum(kept.size_bytes for kept in list(self._kept.values()))
-        while len(self._kept) > 1 and (len(self._kept) > self.most or size_bytes > self.most_bytes):
-            size_bytes -= self._kept.popitem(last=False)[1].size_bytes
-
-
-@dataclass(frozen=True)
-class _Kept:
-    storage: weakref.ref
-    version: tuple[int, int]
-    table: Any
-    size_bytes: int
-
-
-TABLES = TableCache()
-
-_sorted: dict[Hashable, weakref.ref] = {}
-
-
-def declare_sorted(tensor: Tensor) -> Tensor:
-    """State that the tensor ascends along its last dimension (equal neighbours are fine), now and whenever it is written to.
-
-    Block maps then read the ends of a range of positions instead of looking at every element. The statement holds for this tensor and for
-    views that look the same, for as long as its memory lives; with FLEXC_CHECK=1 it is verified.
-
-    Returns:
-        The tensor.
-
-    Raises:
-        InputError: it has no dimension, or is a tensor of truth values.
-    """
-    if tensor.dim() == 0 or tensor.dtype == torch.bool:
-        raise InputError(f"expected a tensor of numbers with a dimension to be sorted along, got {tensor.dtype} {tuple(tensor.shape)}")
-    key = _place(tensor)
-    _sorted[key] = weakref.ref(tensor.untyped_storage(), lambda dead: _sorted.pop(key, None) if _sorted.get(key) is dead else None)
-    return tensor
-
-
-def is_declared_sorted(tensor: Tensor) -> bool:
-    """Whether `declare_sorted` was called with this tensor."""
-    return bool(_sorted) and _place(tensor) in _sorted
-
-
-def verify_facts(tensors: Iterable[Tensor], names: Sequence[str] = ()) -> None:
-    """Check what was stated about the tensors. Waits for the device.
-
-    Args:
-        names: what the user calls them, for messages.
-
-    Raises:
-        InputError: a tensor that was declared sorted descends; names the first position that does.
-    """
-    for slot, tensor in enumerate(tensors):
-        if not is_declared_sorted(tensor):
-            continue
-        descends = ~(tensor[..., 1:] >= tensor[..., :-1])
-        if not bool(descends.any()):
-            continue
-        *before, place = (int(i[0]) for i in descends.nonzero(as_tuple=True))
-        name = names[slot] if slot < len(names) else "a tensor"
-        values = tensor[(*before, place)].item(), tensor[(*before, place + 1)].item()
-        at = ", ".join(map(str, (*before, place + 1)))
-        raise InputError(f"{name} was declared sorted, but {name}[{at}] = {values[1]} comes after {values[0]}")

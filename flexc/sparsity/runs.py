@@ -41,7 +41,8 @@ class Runs:
         Args:
             row: int64 [pieces], block rows counted through batch and heads; start, stop: int64; full: bool.
         """
-        order = torch.argsort(row * max(shape[3], 1) + start)
+        place = row * max(shape[3], 1) + start
+        order = torch.argsort(place.int() if math.prod(shape) < 2**31 else place)
         row, start, stop, full = (x.index_select(0, order) for x in (row, start, stop, full))
         if len(row):
             joins = (row[1:] == row[:-1]) & (start[1:] == stop[:-1]) & (full[1:] == full[:-1])

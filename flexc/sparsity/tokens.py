@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 CHUNK_BYTES = 64 * 2**20
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class TokenMask:
     """What is needed to evaluate a mask on tokens of a q_len × kv_len grid.
 

@@ -59,6 +59,10 @@ class MadeWalks(Protocol):
         """Whether the walk along "rows" or "columns" is made."""
         ...
 
+    def make_rows(self) -> None:
+        """Begins to make the walk along rows from what captured tensors hold now, if it is not made."""
+        ...
+
     def row_walk(self) -> Walk:
         """For each query block the key blocks to visit."""
         ...

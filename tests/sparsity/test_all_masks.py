@@ -85,7 +85,7 @@ def test_long_masks_of_the_benchmark_agree_with_brute_force(name, length):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", PATTERNS.NAMES)
-@pytest.mark.parametrize("length, block", [(999, 32), (16384, 128)])
+@pytest.mark.parametrize("length, block", [(999, 32), (8192, 128), (16384, 128)])
 def test_masks_of_the_benchmark_agree_with_brute_force_on_a_gpu(name, length, block):
     check(name, length, block, "cuda")
 

@@ -232,6 +232,24 @@ def test_blocks_that_are_no_integers_are_refused(block):
         flexc.block_map(window, 10, 10, block=block)
 
 
+def test_what_was_checked_holds_for_arguments_of_the_same_types():
+    """Arguments are checked once; 1 == True == 1.0."""
+    made = flexc.block_map(window, 64, 1, batch=1, heads=1, block=(64, 1))
+    assert flexc.block_map(window, 64, 1, batch=1, heads=1, block=[64, 1]).shape == made.shape
+    for wrong in ({"kv_len": True}, {"kv_len": 1.0}, {"batch": True}, {"heads": 1.0}, {"block": (64, True)}, {"block": [64, True]}):
+        with pytest.raises(InputError, match="True|1.0"):
+            flexc.block_map(window, **{"q_len": 64, "kv_len": 1, "batch": 1, "heads": 1, "block": (64, 1), **wrong})
+
+
+def test_another_table_is_checked_again():
+    def by_head(table):
+        return lambda batch, head, q_idx, kv_idx: q_idx - kv_idx < table[head]
+
+    flexc.block_map(by_head(torch.arange(4)), 64, 64, heads=4)
+    with pytest.raises(ShapeError, match="has 3 entries along dimension 0"):
+        flexc.block_map(by_head(torch.arange(3)), 64, 64, heads=4)
+
+
 def test_a_block_of_three_sides_is_refused():
     with pytest.raises(InputError, match=r"expected block to be \(query tokens, key tokens\) or one number, got \(1, 2, 3\)"):
         flexc.block_map(window, 10, 10, block=(1, 2, 3))

@@ -12,8 +12,10 @@ from flexc.errors import InputError
 from flexc.ir.graph import Node
 from flexc.ir.interval import Interval
 from flexc.ir.ops import apply
-from flexc.sparsity import facts
-from flexc.sparsity.facts import Facts, TableCache, declare_sorted, is_declared_sorted, verify_facts
+from flexc.sparsity import facts, statements
+from flexc.sparsity.facts import Facts
+from flexc.sparsity.statements import declare_sorted, is_declared_sorted, verify_facts
+from flexc.sparsity.table_cache import TableCache
 from tests.ir.test_ops import NoHostDecisions
 from tests.sparsity.graphs import batch, head, kv_idx, q_idx, read
 
@@ -196,6 +198,24 @@ def test_the_oldest_tables_are_dropped():
     assert small.get(tensors[0], ("x",), Table) is not kept[0]
 
 
+def test_memory_is_counted_through_rewriting_forgetting_and_dropping():
+    cache, tensors = TableCache(most=2), [torch.zeros(3) for _ in range(3)]
+
+    def is_true() -> bool:
+        return cache._bytes == sum(kept.size_bytes for kept in cache._kept.values())
+
+    cache.get(tensors[0], ("x",), Table)
+    tensors[0].add_(1)
+    cache.get(tensors[0], ("x",), lambda: Table(100))
+    assert cache._bytes == 400 and is_true()
+    for tensor in tensors[1:]:
+        cache.get(tensor, ("x",), Table)
+    assert cache._bytes == 32 and is_true()
+    del tensor, tensors
+    gc.collect()
+    assert cache._bytes == 0 and not cache._kept
+
+
 # --- what a user states -------------------------------------------------------------------------------------------------------------
 
 
@@ -217,10 +237,10 @@ def test_a_statement_holds_for_one_tensor_while_it_lives():
     assert is_declared_sorted(ids.detach()) and not is_declared_sorted(ids[1:]) and not is_declared_sorted(torch.arange(10))
     ids.add_(1)
     assert is_declared_sorted(ids)
-    before = len(facts._sorted)
+    before = len(statements._sorted)
     del ids
     gc.collect()
-    assert len(facts._sorted) == before - 1
+    assert len(statements._sorted) == before - 1
 
 
 def test_a_false_statement_is_found():

@@ -17,7 +17,7 @@ from flexc.codegen.triton.signature import POINTERS
 from flexc.ir.graph import FLOAT32, INT64, Graph, inputs_of, topological
 from flexc.sparsity.facts import SMALL_TABLE, SPARSE_CELLS, cell_length, counts_tokens, is_wide
 
-TEMPLATE, TABLES_TEMPLATE = "triton/blocks.py.j2", "triton/blocks_tables.py.j2"
+TEMPLATE, TABLES_TEMPLATE, ORDER_TEMPLATE = "triton/blocks.py.j2", "triton/blocks_tables.py.j2", "triton/blocks_order.py.j2"
 COUNTED = {
     "work": "tl.where(fits, partial_count + full_count, reach)",
     "partial": "partial_count",
