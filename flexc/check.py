@@ -277,6 +277,7 @@ def _largest(x: Tensor) -> float:
     return float(x.abs().max()) if x.numel() else 0.0
 
 
+@torch.no_grad()
 def _nan_scores(functions: tuple[Any, Any], q: Tensor, k: Tensor, scale: float | None) -> str:
     """Names the first NaN that the user's function made of a score that was a number."""
     score_mod, mask_mod = functions

@@ -28,7 +28,8 @@ def distance(x, truth):
 
 def normal(*shape, seed=0, device="cpu", dtype=torch.float32, size=1.0, grad=False):
     """Normal numbers, the same on every device and up to rounding in every dtype."""
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * size
+    drawn = {"generator": torch.Generator().manual_seed(seed), "device": "cpu", "dtype": torch.float64}
+    values = torch.randn(shape, **drawn) * size
     return values.to(device, dtype).requires_grad_(grad)
 
 

@@ -140,7 +140,7 @@ def test_nan_of_the_users_function_is_named_with_what_it_captured():
     def root(score, batch, head, q_idx, kv_idx):
         return torch.where(q_idx == 3, torch.sqrt(depth - score * score), score) + ok[0]
 
-    report = compare(HandMade(root), *qkv(q_len=5), {})
+    report = compare(HandMade(root), *qkv(q_len=5, grad=True), {})
     assert not report.ok
     expected = r"root gives NaN at batch 0, head 0, q_idx 3, kv_idx 0 for the score .* \(40 times at this q_idx\)"
     with pytest.raises(InputError, match=expected):

@@ -97,6 +97,15 @@ def test_rows_that_see_only_the_least_number_are_means_of_all_keys(attention, de
     assert all(g.isfinite().all() for g in gradients)
 
 
+def test_gradients_of_rows_past_the_digits_of_lse_are_finite(attention, device):
+    """Every key of a row has about the same huge score, whose rounding in lse may be hundreds: no weight is 2 to the power of that."""
+    q, k, v = qkv(1, 2, 1, 400, 33, device=device, grad=True)
+    bias = -(10.0 ** (8 + 29 * torch.rand(400, generator=torch.Generator().manual_seed(0)))).to(device)
+    out = attention(lambda s, b, h, i, j: s + bias[i] * 3.0)(q, k, v)
+    gradients = torch.autograd.grad(out.square().sum(), [q, k, v])
+    assert out.isfinite().all() and all(g.isfinite().all() and g.abs().max() < 1e3 for g in gradients)
+
+
 # --- any set of gradients ------------------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from flexc.codegen.triton.body import Body, has_weight_past_the_end
 from flexc.codegen.triton.gradients import BINS, Buffer, Term, print_gradients
 from flexc.codegen.triton.gradients import HELPERS as GRADIENT_HELPERS
 from flexc.codegen.triton.plan import MAX_TOKENS, Plan
+from flexc.ir.addends import adds_wide_capture
 from flexc.ir.graph import Graph, Node, inputs_of, is_const
 from flexc.target import Target
 
@@ -189,6 +190,9 @@ def print_kernel(graph: Graph, plan: Any, known: dict, kind: str, used: set[str]
         kernel.logit = f"(tl.zeros({shape}, tl.float32) + {kernel.logit})"
     if not is_const(outer, 1.0):
         kernel.times_outer = f" * {body.at(outer, TILE)}"
+    if kind == "forward" and logit.op in ("mul", "neg") and adds_wide_capture(logit, graph):
+        # An FMA of the product and the maximum, which is rounded, would differ from 0 by the last digit of 1e38.
+        kernel.logit = f"tl.fma({kernel.logit}, 1.0, 0.0)"
     if kind != "forward":
         dscore = graph.get("dscore")
         if dscore is not None and not is_const(dscore, 1.0):

@@ -147,6 +147,16 @@ def rows_of_the_least_number() -> str:
     return "\n".join(wrong)
 
 
+def weights_of_rows_past_the_digits_of_lse() -> str:
+    """lse goes to base e and back, which moves a huge one: a weight of 2 to the power of that would be infinite."""
+    warnings.simplefilter("ignore")
+    q, k, v = qkv(1, 2, 1, 400, 33, 16, grad=True)
+    bias = -(10.0 ** (8 + 29 * torch.rand(400, generator=torch.Generator().manual_seed(0))))  # one in forty comes back larger
+    out = flexc.attention(lambda s, b, h, i, j: s + bias[i] * 3.0, backend="triton")(q, k, v)
+    gradients = torch.autograd.grad(out.square().sum(), [q, k, v])
+    return "" if all(g.isfinite().all() and g.abs().max() < 1e3 for g in gradients) else "a gradient is not finite"
+
+
 def causal(batch, head, q_idx, kv_idx):
     return q_idx + 13 >= kv_idx
 
@@ -267,6 +277,7 @@ CASES = (
     integers_add_up_floats,
     deterministic_gradients_do_not_depend_on_the_order_of_blocks,
     rows_of_the_least_number,
+    weights_of_rows_past_the_digits_of_lse,
     tensors_named_like_the_kernels_own,
     numbers_named_like_the_kernels_own,
     names_that_continue_another,
