@@ -36,7 +36,7 @@ from flexc.inference.paged import PagedKV
 from flexc.inference.varlen import varlen_attention
 from flexc.reference import reference
 from flexc.sparsity import BlockMap, Certificate
-from flexc.sparsity.facts import declare_sorted as sorted
+from flexc.sparsity.statements import declare_sorted as sorted
 from flexc.target import Target
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from flexc import backends, frontend, operators, pipeline, settings
+from flexc import backends, frontend, operator_calls, pipeline, settings
 from flexc.algebra import Mask
 from flexc.arguments import (
     captured_as_kernels_take,
@@ -34,13 +34,13 @@ from flexc.inference.quantized import DTYPES as QUANTIZED
 from flexc.inference.varlen import Sequences
 from flexc.ir.graph import Graph
 from flexc.launch import MAPS, Launch
-from flexc.operators import is_watched
 from flexc.pickling import held_at
 from flexc.pipeline import Artifact
 from flexc.ready import LARGEST_SCALE, Ready, ReadyLaunches, likeness_of
 from flexc.sinks import refuse_bad_sink, with_sink
 from flexc.sparsity import BlockMap
-from flexc.sparsity.facts import verify_facts
+from flexc.sparsity.statements import verify_facts
+from flexc.watched import is_distributed, is_watched
 
 if TYPE_CHECKING:
     from flexc.explain import Explanation
@@ -93,9 +93,9 @@ def kernel(function: Function) -> Kernel:
 
 def _arity(function: Function) -> int:
     if is_dynamo_compiling():
-        from flexc import dynamo
+        from flexc.dynamo import arity
 
-        return dynamo.arity(function)
+        return arity(function)
     return frontend.arity(function)
 
 
@@ -170,6 +170,7 @@ class Kernel:
         self._options = Options(precision=precision, deterministic=deterministic, batch_invariant=batch_invariant)
         self._ready = ReadyLaunches()
         self._last: tuple[Launch, tuple[Tensor, ...], torch.device] | None = None
+        self._traced: frontend.Trace | None = None
         function = score_mod if score_mod is not None else mask_mod
         self.__name__ = pipeline.title_of(score_mod, mask_mod)
         self.__doc__ = getattr(function, "__doc__", None)
@@ -177,7 +178,7 @@ class Kernel:
 
     def __getattr__(self, name: str) -> Any:
         # A kernel made inside a compiled region has nothing but its arguments until someone outside asks for more.
-        if name in ("_options", "_ready", "_last", "__name__") and "_batch_invariant" in vars(self):
+        if name in ("_options", "_ready", "_last", "_traced", "__name__") and "_batch_invariant" in vars(self):
             options = {option: vars(self)[f"_{option}"] for option in _OPTION_NAMES}
             Kernel.__init__(self, self.score_mod, self.mask_mod, **options)
             return getattr(self, name)
@@ -252,9 +253,9 @@ class Kernel:
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, max_scores: bool) -> tuple[Tensor, ...]:
         """out and lse, and the largest scores if asked for."""
         if is_dynamo_compiling():
-            from flexc import dynamo
+            from flexc.dynamo import call
 
-            return dynamo.call(self, q, k, v, scale, max_scores)
+            return call(self, q, k, v, scale, max_scores)
         current = settings.current()
         if current.eager:
             return self._eager(q, k, v, scale, max_scores)
@@ -272,9 +273,9 @@ class Kernel:
     ) -> tuple[Tensor, Tensor]:
         """out and lse of a paged cache, or one of eight bits."""
         if is_dynamo_compiling():
-            from flexc import dynamo
+            from flexc.dynamo import call_cache
 
-            return dynamo.call_cache(self, q, k, v, scale, q_offset, kv_len, scales)
+            return call_cache(self, q, k, v, scale, q_offset, kv_len, scales)
         if isinstance(k, PagedKV):
             return attend_paged(self, q, k, v, scale, q_offset, kv_len, scales)
         return attend_quantized(self, q, k, v, scale, q_offset, kv_len, scales)
@@ -291,9 +292,9 @@ class Kernel:
     ) -> tuple[Tensor, ...]:
         """out and lse at positions, and the largest scores if asked for."""
         if is_dynamo_compiling():
-            from flexc import dynamo
+            from flexc.dynamo import call_at
 
-            return dynamo.call_at(self, q, k, v, scale, q_offset, kv_len, max_scores)
+            return call_at(self, q, k, v, scale, q_offset, kv_len, max_scores)
         refuse_what_is_no_input(q, k, v)
         shapes_of(q, k, v)
         positions, k, v = positions_of(q_offset, kv_len, q, k, v)
@@ -319,7 +320,7 @@ class Kernel:
         launch, q, k, v, tensors = self._launch(q, k, v, scale, current, traced, max_scores)
         if current.check:
             self._check(launch, q, k, tensors)
-        ordinary, launch = launch, decoding(launch, q, k, v, tensors)
+        ordinary, launch = launch, decoding(launch, q, k, v, tensors, places.hides_rest)
         if launch is ordinary:  # the split kernel makes sure of both itself
             k, v = places.without_rest(k, v)
             launch = replace(launch, maps_by_kernels=True)
@@ -371,6 +372,11 @@ class Kernel:
     def blocks(self) -> BlockMap:
         """Which blocks of the last call's mask are empty, partial or full, at the forward kernel's block size; prints as a picture."""
         launch, tensors, device = self._ran()
+        if launch.shapes.ragged:
+            raise UnsupportedError(
+                "the blocks of packed queries on a paged cache, on the triton backend, which walks ranges of keys: expected "
+                "flexc.block_map(mask, q_len, kv_len), which needs no call"
+            )
         return _forward_map(launch, tensors, device)
 
     def explain(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Explanation:
@@ -446,14 +452,14 @@ class Kernel:
         refuse_what_is_no_input(q, k, v)
         if scale is not None:
             scale = finite_scale(scale)
-        if operators.is_distributed(q, k, v):
+        if is_distributed(q, k, v):
             from flexc import sharding
 
             if places is not None:
                 what = "q_offset, kv_len and packed sequences with DTensors"
                 raise UnsupportedError(f"{what}, on every backend: call the kernel on each rank's local tensors")
             return sharding.call(self, q, k, v, scale, max_scores)
-        return operators.call(self, q, k, v, scale, places, max_scores)
+        return operator_calls.call(self, q, k, v, scale, places, max_scores)
 
     def _check(self, launch: Launch, q: Tensor, k: Tensor, tensors: tuple[Tensor, ...]) -> None:
         """FLEXC_CHECK=1: what kernels would not notice."""
@@ -482,7 +488,7 @@ class Kernel:
         likeness = likeness_of(q, k, v, max_scores, _wants_determinism(), current.device_maps, current.dump, current.override)
         known = self._ready.like(likeness) if likeness is not None else None
         if known is not None and (scale is None or (type(scale) is float and 0.0 < scale <= LARGEST_SCALE)):
-            trace, binding = frontend.trace(self.score_mod, self.mask_mod) if traced is None else traced
+            trace, binding = self._trace() if traced is None else traced
             ready = known.get(trace)
             if ready is not None:
                 tensors = captured_as_kernels_take(binding.tensors, trace.graph, q.device) if binding.tensors else ()
@@ -507,6 +513,15 @@ class Kernel:
             self._ready.keep(likeness, trace, ready)
         launch = ready.at(scale, binding.scalars)
         return self._tuned(launch, trace, q, k, v, tensors) if self._autotune else launch, q, k, v, tensors
+
+    def _trace(self) -> tuple[frontend.Trace, frontend.Binding]:
+        """`frontend.trace`, after a look at whether the last trace still holds: it mostly does."""
+        last = self._traced
+        binding = None if last is None else last.bind(self.score_mod, self.mask_mod)
+        if last is not None and binding is not None:
+            return last, binding
+        self._traced, binding = frontend.trace(self.score_mod, self.mask_mod)
+        return self._traced, binding
 
     def _tuned(self, launch: Launch, trace: frontend.Trace, q: Tensor, k: Tensor, v: Tensor, tensors: tuple[Tensor, ...]) -> Launch:
         from flexc.autotune import tuned

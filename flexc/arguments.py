@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from flexc import backends, frontend, operators
+from flexc import backends, frontend
 from flexc.backends import Shapes
 from flexc.errors import InputError, ShapeError, UnsupportedError
 from flexc.extents import extents_of, refuse_wrong_sizes
 from flexc.ir.graph import Graph
 from flexc.map_making import number_on
-from flexc.operators import PLAIN
+from flexc.watched import PLAIN, refuse_distributed
 
 if TYPE_CHECKING:
     from flexc.api import Kernel
@@ -138,16 +138,20 @@ def positive_scale(q: Tensor, scale: Any) -> tuple[Tensor, float]:
 
 
 def as_kernels_take(
-    kernel: Kernel, q: Tensor, scale: float | None, positions: Positions | None
+    kernel: Kernel, q: Tensor, scale: float | None, positions: Positions | None, batch: int
 ) -> tuple[Tensor, float, tuple[Tensor, ...], frontend.Trace, frontend.Binding]:
-    """q, the scale, the captured tensors, and the trace at positions with its binding, for a call that makes its own launch."""
+    """q, the scale, the captured tensors, and the trace at positions with its binding, for a call that makes its own launch.
+
+    Args:
+        batch: entries, which are packed in one of q where it has another number.
+    """
     if scale is not None:
         q, scale = positive_scale(q, scale)
     trace, binding = frontend.trace(kernel.score_mod, kernel.mask_mod)
     if positions is not None:
         trace, binding = positions.placed(trace, binding)
     tensors = captured_as_kernels_take(binding.tensors, trace.graph, q.device)
-    refuse_wrong_sizes(extents_of(trace.graph), trace.graph, tensors, q.shape[0], q.shape[1], "q has")
+    refuse_wrong_sizes(extents_of(trace.graph), trace.graph, tensors, batch, q.shape[1], "q has")
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
     return contiguous_rows(q), scale, tensors, trace, binding
 
@@ -156,7 +160,7 @@ def captured_as_kernels_take(tensors: tuple[Tensor, ...], graph: Graph, device: 
     """Captured tensors as kernels take them."""
     for slot, tensor in enumerate(tensors):
         if type(tensor) not in PLAIN:
-            operators.refuse_distributed(tensor, graph.tensors[slot].name)
+            refuse_distributed(tensor, graph.tensors[slot].name)
         if tensor.device != device:
             moved = number_beside(tensor, graph.tensors[slot].name, device)
             tensors = (*tensors[:slot], moved, *tensors[slot + 1 :])

@@ -54,7 +54,7 @@ class Attention(torch.autograd.Function):
         refuse_forward_mode()
 
 
-# `Attention.apply` without its look at functorch, which calls that come here have behind them (`flexc.operators.is_watched`).
+# `Attention.apply` without its look at functorch, which calls that come here have behind them (`flexc.watched.is_watched`).
 _apply: Any = super(torch.autograd.Function, Attention).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -70,7 +70,7 @@ def attend(launch: Launch, q: Tensor, k: Tensor, v: Tensor, tensors: tuple[Tenso
 
 def run(launch: Launch, q: Tensor, k: Tensor, v: Tensor, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The forward pass of a launch, out and lse (and largest scores), in the dtypes of its inputs: autocast changes nothing inside."""
-    if torch.is_autocast_enabled(q.device.type):
+    if not q.is_cuda and torch.is_autocast_enabled(q.device.type):  # on a GPU there are no products but those of kernels
         with _no_autocast(q):
             return launch.forward(q, k, v, tensors)
     return launch.forward(q, k, v, tensors)

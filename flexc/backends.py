@@ -37,6 +37,7 @@ class Shapes:
         dtype: of q, k, v and the output.
         bulk: q, k and v lie so that hardware bulk copies (TMA) can read them: 16-byte aligned base and strides.
         page: tokens of a page of the cache, 0 for keys that lie one after another.
+        ragged: queries of all batch entries are packed one after another; q_len is their mean.
         cache: dtype of k and v where it is another, of eight bits; token_scales: each of their tokens has a scale of its own.
     """
 
@@ -50,6 +51,7 @@ class Shapes:
     dtype: torch.dtype
     bulk: bool = True
     page: int = 0
+    ragged: bool = False
     cache: str = ""
     token_scales: bool = False
 
@@ -184,6 +186,7 @@ def _plan_decode(graph: Graph, shapes: Shapes, target: Target, options: Options)
         **_sizes(shapes),
         rows=_decode_rows(shapes),
         page=shapes.page,
+        ragged=shapes.ragged,
         cache=shapes.cache,
         token_scales=shapes.token_scales,
         batch_invariant=options.batch_invariant,
@@ -194,8 +197,6 @@ def _plan_decode(graph: Graph, shapes: Shapes, target: Target, options: Options)
 
 
 def _plan_cute(graph: Graph, shapes: Shapes, target: Target, options: Options) -> Any:
-    if options.max_scores:
-        raise UnsupportedError('the cute backend returns no largest scores: use backend="triton", or "auto"')
     return cute_codegen.make_plan(
         graph,
         target,
@@ -203,6 +204,7 @@ def _plan_cute(graph: Graph, shapes: Shapes, target: Target, options: Options) -
         bulk=shapes.bulk,
         precision=options.precision,
         tile=dict(options.tiles).get("forward"),
+        max_scores=options.max_scores,
     )
 
 
@@ -213,14 +215,19 @@ def _plan_hopper(graph: Graph, shapes: Shapes, target: Target, options: Options)
 
 
 def _plan_cute_backward(graph: Graph, shapes: Shapes, target: Target, options: Options) -> Any:
-    if options.deterministic:
-        raise UnsupportedError("deterministic=True in the backward kernel of the cute backend: its sums for dq are of no fixed order")
+    if options.deterministic and graph.mask is not None:
+        raise UnsupportedError(
+            "deterministic=True with a mask: blocks of keys wait for each other in the backward kernel of the cute backend"
+        )
+    if cute_codegen.reads_pairs(graph, diagonals=False):
+        raise UnsupportedError("captured values of pairs of positions, which the backward kernel of the cute backend reads one by one")
     return cute_codegen.make_backward_plan(
         graph,
         target,
         **_sizes(shapes),
         bulk=shapes.bulk,
         precision=options.precision,
+        deterministic=options.deterministic,
         tile=dict(options.tiles).get("backward"),
     )
 
@@ -246,7 +253,8 @@ _HERE = nullcontext()
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Kernels are launched on the current device: make it the tensors'."""
-    return _HERE if device.type != "cuda" or device.index == torch.cuda.current_device() else torch.cuda.device(device)
+    # With tensors of a GPU at hand CUDA is initialised: nothing needs PyTorch's look at that.
+    return _HERE if device.type != "cuda" or device.index == torch._C._cuda_getDevice() else torch.cuda.device(device)
 
 
 def _forward_on_gpu(module: Any, call: Call, maps: Maps) -> tuple[Tensor, ...]:
@@ -259,6 +267,14 @@ def _record_triton(module: Any, call: Call, maps: Maps) -> tuple[tuple[Tensor, .
     if call.q.device.type != "cuda":
         return _forward_on_gpu(module, call, maps), None
     from flexc.runtime.triton_again import record
+
+    rows = maps["forward"].row_walk() if maps else None
+    with on_device(call.q.device):
+        return record(module, call.q, call.k, call.v, call.scale, call.tensors, call.scalars, rows)
+
+
+def _record_cute(module: Any, call: Call, maps: Maps) -> tuple[tuple[Tensor, ...], Callable[..., Any] | None]:
+    from flexc.runtime.cute_again import record
 
     rows = maps["forward"].row_walk() if maps else None
     with on_device(call.q.device):
@@ -282,8 +298,7 @@ def _backward_cute(module: Any, call: Call, maps: Maps, out: Tensor, lse: Tensor
     if dlse is not None:
         dlse = dlse.contiguous()
     with on_device(call.q.device):
-        found = module.backward(call.q, call.k, call.v, out, lse, dout, dlse, call.scale, call.tensors, call.scalars, columns)
-    return *found, (None,) * len(call.tensors)
+        return module.backward(call.q, call.k, call.v, out, lse, dout, dlse, call.scale, call.tensors, call.scalars, columns)
 
 
 def _no_forward(module: Any, call: Call, maps: Maps) -> tuple[Tensor, Tensor]:
@@ -331,7 +346,8 @@ CUTE_BACKWARD = Backend(
     forward=_no_forward,
     backward=_backward_cute,
     packages=("torch", "nvidia-cutlass-dsl"),
-    workspace_bytes=lambda plan, s: cute_codegen.backward_workspace_bytes(plan, s.batch * s.heads_q, s.q_len),
+    workspace_bytes=lambda plan, s: cute_codegen.backward_workspace_bytes(plan, s.batch * s.heads_q, s.q_len, s.kv_len),
+    gradient_bytes=lambda graph, deterministic, elements: cute_codegen.backward_gradient_bytes(graph, elements),
 )
 CUTE = Backend(
     name="cute",
@@ -345,13 +361,14 @@ CUTE = Backend(
     backward=_no_backward,
     packages=("torch", "nvidia-cutlass-dsl"),
     backward_by=(CUTE_BACKWARD, TRITON),
+    record=_record_cute,
 )
 DECODE = Backend(  # the triton backend's way for short queries against many keys: a packed graph, forward only
     name="triton",
     templates=("triton/decode.py.j2", "triton/decode_host.py.j2"),
     lower=lambda graph: _base2.lower_to_base2(graph),
     plan=_plan_decode,
-    reads=lambda s: ("decode", s.dtype, s.head_dim, s.head_dim_v, s.group, s.page, s.cache, s.token_scales, _decode_rows(s)),
+    reads=lambda s: ("decode", s.dtype, s.head_dim, s.head_dim_v, s.group, s.page, s.ragged, s.cache, s.token_scales, _decode_rows(s)),
     emit=lambda graph, plan, target, title: triton_codegen.emit_decode(graph, plan, title=title),
     blocks=lambda plan: triton_codegen.map_blocks(plan),
     forward=_forward_on_gpu,

@@ -27,6 +27,7 @@ from flexc.inference.places import packed
 from flexc.ir.graph import Graph, Node, Rewriter, make, topological
 from flexc.later import Later
 from flexc.runtime.cache import cache_of
+from flexc.runtime.cute_module import load_cute_module
 from flexc.runtime.key import key_of
 from flexc.runtime.module import load_module
 from flexc.target import KNOWN, Target
@@ -81,7 +82,7 @@ class Artifact:
 
     def fresh_module(self) -> ModuleType:
         """The generated module, loaded once more. Machine code that its launches compile is in the log."""
-        module = load_module(self.source, self.path)
+        module = (load_cute_module if self.backend.name == "cute" else load_module)(self.source, self.path)
         if self.backend.name == "triton" and not backends.is_interpreted():
             from flexc.runtime.triton_binaries import watch
 

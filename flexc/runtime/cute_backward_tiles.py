@@ -164,6 +164,19 @@ def score_gradients(weights, gradients, packed, sums, quad, group_blocks, stage)
 
 
 @cute.jit
+def rounded_weight(weights, i: cutlass.Constexpr):
+    """A weight as the values' gradient is made from it."""
+    return cute.make_tensor(weights.iterator + i, 1).load()[0].to(Float32)
+
+
+@cute.jit
+def add_number(target, offset, value, is_on):
+    """Adds a number to an element of a float32 tensor in global memory, where `is_on`."""
+    if is_on:
+        cute.arch.atomic_add(target.iterator + offset, value, sem="relaxed", scope="gpu")
+
+
+@cute.jit
 def is_seen(words, n: cutlass.Constexpr, half: cutlass.Constexpr, pair: cutlass.Constexpr):
     """Whether the bit of a column is set, see `cute_tiles.columns_between`."""
     number = 2 * (n % 16) + pair
@@ -213,6 +226,45 @@ def add_floats(source, target, count: cutlass.Constexpr):
 
 
 @cute.jit
+def wait_for_turn(turns, block, part, rank):
+    """Until `rank` blocks of keys have added their part to a block of queries."""
+    place = turns.iterator + (Int64(block) * GROUPS + part)
+    done = cute.arch.load(place, Int32, sem="acquire", scope="gpu")
+    while done != rank:
+        done = cute.arch.load(place, Int32, sem="acquire", scope="gpu")
+
+
+@cute.jit
+def end_turn(turns, block, part):
+    """What this warp has added to a block of queries is there; the next one's turn."""
+    with cute.arch.elect_one():
+        cute.arch.cp_async_bulk_wait_group(0, read=False)
+        cute.arch.atomic_add(turns.iterator + (Int64(block) * GROUPS + part), Int32(1), sem="release", scope="gpu")
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def rank_of(ranks, batch, head, position, block):
+    """How many blocks of keys add to a block of queries before the one whose tile is at this position. Batch and head may share it."""
+    entry = Int64(cutlass.min(batch, ranks.shape[0] - 1)) * ranks.shape[1] + cutlass.min(head, ranks.shape[1] - 1)
+    at = (entry * ranks.shape[2] + position) * ranks.shape[3] + block
+    return cute.make_tensor(ranks.iterator + at, 1)[0]
+
+
+@cute.jit
+def blocks_before(partial_blocks, first, count, runs, run, run_count):
+    """How many of a row's partial blocks lie before its first full one; all of them where none is full."""
+    found = count
+    if run_count > 0:
+        stop = runs[run, 0]
+        found = Int32(0)
+        for i in cutlass.range(count, unroll=4):
+            if partial_blocks[first + i] < stop:
+                found = found + 1
+    return found
+
+
+@cute.jit
 def fill_part(buffer, part, group, size: cutlass.Constexpr, thread):
     """A warpgroup's fragment into its part of the buffer once that is empty: registers in fours, those of 128 threads in a row."""
     cute.arch.barrier(barrier_id=EMPTY + group, number_of_threads=WARP_TOO)
@@ -239,6 +291,16 @@ def add_part(buffer, target, group, size: cutlass.Constexpr):
     cute.arch.barrier_arrive(barrier_id=EMPTY + group, number_of_threads=WARP_TOO)
 
 
+@cute.jit
+def add_part_in_turn(buffer, target, group, size: cutlass.Constexpr, turns, block, rank):
+    """As `add_part`, when `rank` other blocks of keys have added to this block of queries."""
+    cute.arch.barrier(barrier_id=FULL + group, number_of_threads=WARP_TOO)
+    wait_for_turn(turns, block, group, rank)
+    add_floats(buffer.iterator + group * size, target + group * size, size)
+    cute.arch.barrier_arrive(barrier_id=EMPTY + group, number_of_threads=WARP_TOO)
+    end_turn(turns, block, group)
+
+
 # --- device side: the same with a queue, where the writing warps store gradients of keys and values, too ----------------------------------
 # Each warpgroup has a part of a buffer, and a warp that writes it to global memory. An order says where: a number of a block of queries, to
 # whose sums the part is added, or one of these.
@@ -263,13 +325,13 @@ def _tell(orders, order, group, thread):
 
 
 @cute.jit
-def hand_floats(parts, fragment, orders, block, group, thread):
+def hand_floats(parts, fragment, orders, order, group, thread):
     """A fragment of the queries' gradient, to be added: a thread's registers in fours, those of 128 threads in a row."""
     cute.arch.barrier(barrier_id=EMPTY + group, number_of_threads=WARP_TOO)
     fours = cute.size(fragment) // 4
     target = cute.make_tensor(parts[None, group].iterator + thread * 4, cute.make_layout((4, fours), stride=(1, 512)))
     cute.autovec_copy(cute.make_tensor(fragment.iterator, cute.make_layout((4, fours))), target)
-    _tell(orders, (block, 0, 0, 0), group, thread)
+    _tell(orders, order, group, thread)
 
 
 @cute.jit

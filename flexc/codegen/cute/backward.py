@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from flexc.codegen.cute.backward_kernel import print_backward
-from flexc.codegen.cute.backward_plan import BackwardPlan
-from flexc.codegen.cute.emit import argument_lines, tidy
+from flexc.codegen.cute.backward_plan import GROUPS, BackwardPlan
+from flexc.codegen.cute.backward_terms import gradient_slots
+from flexc.codegen.cute.emit import argument_lines, map_lines, tidy
 from flexc.codegen.cute.rows import CUTE_DTYPES
 from flexc.codegen.levels import captured
 from flexc.codegen.templates import header_of, render
@@ -23,21 +24,25 @@ def emit_backward(graph: Graph, plan: BackwardPlan, target: Target, *, title: st
     """
     tensors = [(captured(graph, t.name), t.dtype, t.rank, loaded_dtype(t.dtype)) for t in graph.tensors]
     scalars = [(captured(graph, s.name), CUTE_DTYPES[s.dtype]) for s in graph.scalars]
+    gradients = {slot: f"{tensors[slot][0]}_grad" for slot in gradient_slots(graph)}
     text = render(
         "cute/backward.py.j2",
         header=header_of("Gradients of attention", title, graph, plan),
         plan=plan,
         kernel=print_backward(graph, approximate=plan.approximate, exact=plan.exact),
         captured=tensors,
+        gradients=gradients,
         scalars=scalars,
-        signatures=_signatures(plan, tensors, scalars),
+        signatures=_signatures(plan, tensors, gradients, scalars),
         l2_bytes=target.l2_bytes,
         sm_count=target.sm_count,
     )
     return tidy(text)
 
 
-def _signatures(plan: BackwardPlan, tensors: list[tuple[str, str, int, str]], scalars: list[tuple[str, str]]) -> dict[str, list[str]]:
+def _signatures(
+    plan: BackwardPlan, tensors: list[tuple[str, str, int, str]], gradients: dict[int, str], scalars: list[tuple[str, str]]
+) -> dict[str, list[str]]:
     """What each argument of the launch functions is, in order. Equal names of sizes are equal sizes."""
     own = f'"{plan.dtype}"'
     dim, dim_v = (-(-width // 8) * 8 for width in (plan.head_dim, plan.head_dim_v))  # the host makes rows of whole 16 bytes
@@ -54,8 +59,15 @@ def _signatures(plan: BackwardPlan, tensors: list[tuple[str, str, int, str]], sc
     rows = plan.backward.rows
     row_sums, dq_sums = by_blocks("row_sums", 2 * rows + 4), by_blocks("dq_sums", rows * plan.padded_dim)
 
-    counter = ['tensor("counter", "int32", (1,), compact=True)'] if plan.backward.queue else []
-    return {
+    first = ['tensor("counter", "int32", (1,), compact=True)'] if plan.backward.queue else []
+    if plan.deterministic:
+        first.append(f'tensor("turns", "int32", ("all_query_blocks", {GROUPS}), compact=True)')
+    if plan.deterministic and plan.walk == "runs":
+        first.append('tensor("ranks", "int32", ("map_batch", "map_heads", "key_blocks", "query_blocks"), compact=True)')
+    for slot, name in gradients.items():
+        sizes = ", ".join(f'"{tensors[slot][0]}_size{i}"' for i in range(max(tensors[slot][2], 1)))
+        first.append(f'tensor("{name}", "float32", ({sizes},), compact=True)')
+    found = {
         "row_sums": [
             given("out", "heads", "q_len", dim_v),
             given("dout", "heads", "q_len", dim_v),
@@ -73,7 +85,11 @@ def _signatures(plan: BackwardPlan, tensors: list[tuple[str, str, int, str]], sc
             given("dv", "kv_heads", "kv_len", dim_v),
             row_sums,
             dq_sums,
-            *argument_lines(plan.walk == "runs", tensors, scalars, "key_blocks", counter),
+            *argument_lines(plan.walk == "runs", tensors, scalars, "key_blocks", first),
         ],
         "convert": [dq_sums, given("dq", "heads", "q_len", dim), 'number("scale", "float32")'],
     }
+    if plan.deterministic and plan.walk == "runs":
+        visits = 'tensor("visits", "int32", ("map_batch", "map_heads", "key_blocks", "query_blocks"), compact=True)'
+        found["visits"] = [*map_lines("key_blocks"), visits]
+    return found

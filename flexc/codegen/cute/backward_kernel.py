@@ -12,10 +12,12 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from flexc.codegen.cute.backward_terms import Contributions, factors_of, outputs_of, print_contributions
+from flexc.codegen.cute.body import Body
 from flexc.codegen.cute.kernel import MAX_TOKENS, Kernel, Staged, print_kernel
 from flexc.codegen.levels import position_bounds
 from flexc.ir.bounds import anything, bounds
-from flexc.ir.graph import FLOAT32, Graph, Node, Rewriter, input_node, is_const
+from flexc.ir.graph import FLOAT32, Graph, Node, Rewriter, input_node
 from flexc.ir.interval import Interval
 
 _EXCHANGED = {input_node("q_idx"): input_node("kv_idx"), input_node("kv_idx"): input_node("q_idx")}
@@ -30,27 +32,39 @@ class BackwardKernel(Kernel):
         factor: the derivative of the score by the raw score, of an element; empty where it is 1.
         guards_factor: it may be infinite or NaN where an element has no weight.
         guards_queries: the score of a query past the end may be NaN or infinite, and its weight must be set to 0.
+        contributions: to the gradients of captured tensors; None where none is asked for.
     """
 
     guards_factor: bool = False
     guards_queries: bool = False
+    contributions: Contributions | None = None
 
 
 def print_backward(graph: Graph, *, approximate: bool, exact: bool) -> BackwardKernel:
-    """The statements of a graph that is lowered to base 2 (outputs logit2, outer, and perhaps dscore and mask)."""
-    derivative = graph.get("dscore")
-    is_one = derivative is None or is_const(derivative, 1.0)
-    wanted = {"dscore": None} if is_one else {}
+    """The statements of a graph that is differentiated and lowered to base 2.
+
+    Raises:
+        UnsupportedError: a gradient that is asked for is not of those that the kernel works out.
+    """
+    factors = factors_of(graph)
+    wanted = {"dscore": factors.held, **(outputs_of(factors) if factors.terms else {})}
+    kept = {name: node for name, node in graph.outputs if name in ("logit2", "outer", "mask")}
     exchange = Rewriter(lambda node: _EXCHANGED.get(node, node))
-    outputs = {name: exchange(node) for name, node in graph.outputs if not name.startswith(("gather:", "dgather:"))}
+    outputs = {name: exchange(node) for name, node in (kept | wanted).items() if node is not None}
     lines = {exchange(node): line for node, line in graph.lines.items()}
-    exchanged = Graph(tuple(outputs.items()), graph.tensors, graph.scalars, lines).with_outputs(**wanted)
-    kernel = print_kernel(exchanged, approximate=approximate, exact=exact, derivative=not is_one)
+    exchanged = Graph(tuple(outputs.items()), graph.tensors, graph.scalars, lines)
+    body = Body(exchanged, position_bounds(exchanged, MAX_TOKENS), approximate, exact)
+    kernel = print_kernel(exchanged, approximate=approximate, exact=exact, derivative=factors.held is not None, body=body)
+    contributions = None
+    if factors.terms:
+        finite = [_is_finite(graph, times) for _, _, times in factors.terms]
+        contributions = print_contributions(exchanged, body, kernel, factors, finite)
     given = {field.name: _renamed(getattr(kernel, field.name)) for field in dataclasses.fields(Kernel)}
     return BackwardKernel(
         **given,
-        guards_factor=not is_one and not _is_finite(graph, derivative),
+        guards_factor=factors.held is not None and not _is_finite(graph, factors.held),
         guards_queries=_is_wild_past_the_end(graph),
+        contributions=_renamed(contributions),
     )
 
 
@@ -61,12 +75,14 @@ def _renamed(value: Any) -> Any:
         return "  # ".join([re.sub(r"\b(q_idx|kv_idx|key)\b", lambda found: _NAMES[found[0]], text), *comment])
     if isinstance(value, (list, tuple)):
         return type(value)(_renamed(each) for each in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.replace(value, **{f.name: _renamed(getattr(value, f.name)) for f in dataclasses.fields(value)})
     return value
 
 
-def _is_finite(graph: Graph, node: Node | None) -> bool:
-    known = position_bounds(graph, MAX_TOKENS)
-    return node is not None and not known[node].nan and known[node].within(-1e30, 1e30)
+def _is_finite(graph: Graph, node: Node) -> bool:
+    known = position_bounds(graph.with_outputs(asked=node), MAX_TOKENS)[node]
+    return not known.nan and known.within(-1e30, 1e30)
 
 
 def _is_wild_past_the_end(graph: Graph) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from flexc.codegen.cute.backward_kernel import print_backward
+from flexc.codegen.cute.backward_terms import gradient_slots
 from flexc.codegen.cute.plan import refuse_unsupported
 from flexc.errors import UnsupportedError
 from flexc.ir.graph import Graph
@@ -56,6 +58,7 @@ class BackwardPlan:
         bulk: q, k and v allow bulk copies as they are; otherwise the host copies them first.
         approximate: the hardware approximation of tanh.
         exact: no approximation of functions and quotients at all.
+        deterministic: blocks of keys add to the queries' gradient in a fixed order, that of their tiles.
         smem_bytes: shared memory of a block of threads.
         registers: of a computing thread, of another one.
     """
@@ -72,6 +75,7 @@ class BackwardPlan:
     bulk: bool
     approximate: bool
     exact: bool
+    deterministic: bool
     smem_bytes: int
     registers: tuple[int, int]
 
@@ -122,6 +126,7 @@ def make_backward_plan(
     group: int,
     bulk: bool = True,
     precision: str = "fast",
+    deterministic: bool = False,
     tile: BackwardTile | None = None,
 ) -> BackwardPlan:
     """The default plan; arguments as of `make_plan`.
@@ -130,9 +135,9 @@ def make_backward_plan(
         UnsupportedError: the architecture, dtype, head dimension or a gradient that is asked for has no kernel.
     """
     refuse_unsupported(target, dtype, max(head_dim, head_dim_v))
-    asked = [t.name for t in graph.tensors if t.needs_grad]
-    if asked:
-        raise UnsupportedError(f"gradients of captured tensors ({', '.join(asked)}) in the backward kernel of the cute backend")
+    if deterministic and gradient_slots(graph):
+        names = ", ".join(graph.tensors[slot].name for slot in gradient_slots(graph))
+        raise UnsupportedError(f"deterministic=True with gradients of captured tensors ({names}) in a backward kernel of the cute backend")
     wide, wide_v = padded_dims(head_dim, head_dim_v)
     exact = precision == "exact"
     approximate = not exact and dtype == "bfloat16"
@@ -157,6 +162,7 @@ def make_backward_plan(
         bulk=bulk and head_dim % 8 == head_dim_v % 8 == 0,
         approximate=approximate,
         exact=exact,
+        deterministic=deterministic,
         smem_bytes=backward_smem_bytes(fitting[0], wide, wide_v, column_bytes),
         registers=REGISTERS,
     )
@@ -167,7 +173,19 @@ def backward_map_blocks(plan: BackwardPlan) -> dict[str, tuple[int, int]]:
     return {} if plan.walk == "dense" else {"backward": (plan.backward.rows, plan.backward.columns)}
 
 
-def backward_workspace_bytes(plan: BackwardPlan, entries: int, q_len: int) -> int:
-    """What the host function allocates besides dq, dk and dv: float32 sums for dq, and what each query is known by; `entries` is B x Hq."""
+def backward_gradient_bytes(graph: Graph, elements: Sequence[int]) -> dict[str, int]:
+    """Bytes of what gradients of captured tensors are added up in, by the tensor's name; `elements` of each captured tensor."""
+    return {graph.tensors[slot].name: 4 * elements[slot] for slot in gradient_slots(graph)}
+
+
+def backward_workspace_bytes(plan: BackwardPlan, entries: int, q_len: int, kv_len: int) -> int:
+    """What the host function allocates besides dq, dk and dv; `entries` is B x Hq.
+
+    Float32 sums for dq, and what each query is known by. A deterministic kernel also keeps whose turn it is to add, and where there is a
+    mask, at which turn each block of keys adds to each block of queries, for one head if all heads share the mask.
+    """
     rows = plan.backward.rows
-    return 4 * entries * -(-q_len // rows) * (rows * plan.padded_dim + 2 * rows + 4)
+    blocks = -(-q_len // rows)
+    turns = 4 * GROUPS * entries * blocks if plan.deterministic else 0
+    ranks = 8 * blocks * -(-kv_len // plan.backward.columns) if plan.deterministic and plan.walk == "runs" else 0
+    return 4 * entries * blocks * (rows * plan.padded_dim + 2 * rows + 4) + turns + ranks

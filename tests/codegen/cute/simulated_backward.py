@@ -317,7 +317,20 @@ class Machine:
         first, into = int(spread(source.offset)[0]), int(spread(target.offset)[0])
         self.must_be_public(source.memory, first // count)  # a warpgroup's part
         assert 0 <= into and into + count <= len(target.memory.flat)
+        if self.plan.deterministic:
+            assert _here.turn == "its own", "an addition without a turn"
+            _here.turn = "added"
         target.memory.flat[into : into + count] += source.memory.flat[first : first + count]
+
+    def wait_for_turn(self, turns: Memory, block: Any, part: Any, rank: Any) -> None:
+        """Blocks of threads run one after the other, in the order of their tiles, so that nobody has to wait."""
+        assert int(turns.load(2 * int(block) + int(part))) == int(rank), "an addition out of turn"
+        _here.turn = "its own"
+
+    def end_turn(self, turns: Memory, block: Any, part: Any) -> None:
+        assert _here.turn == "added", "a turn ends before anything was added"
+        _here.turn = ""
+        turns.flat[2 * int(block) + int(part)] += 1
 
     def wait_stores(self, count: int, read: bool) -> None:
         while len(_here.stores) > count:
@@ -426,8 +439,12 @@ def simulate_backward(
     blocks_of_threads: int = 2,
     seed: int = 0,
     staged: Sequence[Any] = (),
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v by a generated module's three kernels, run warp by warp. `staged`: `BackwardKernel.staged`."""
+    gradients: Sequence[int] = (),
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of q, k, v, and of the captured tensors at the places `gradients`, by a generated module's three kernels, warp by warp.
+
+    `staged`: `BackwardKernel.staged`.
+    """
 
     def rounded(x: np.ndarray) -> np.ndarray:
         return torch.from_numpy(np.ascontiguousarray(x)).to(q.dtype).float().numpy()
@@ -480,7 +497,10 @@ def simulate_backward(
     )
     hardware = {
         name: getattr(machine, name)
-        for name in ("load_sums add_floats publish_shared begin begin_from_registers store_scores stage_rows pair_of row_product".split())
+        for name in (
+            "load_sums add_floats wait_for_turn end_turn publish_shared begin begin_from_registers "
+            "store_scores stage_rows pair_of row_product"
+        ).split()
     }
     hardware |= {
         "flipped": Flipped,
@@ -522,10 +542,21 @@ def simulate_backward(
     assert not np.isnan(sums.flat.reshape(-1, 2 * t.rows + 4)[:, : 2 * t.rows + 1]).any(), "a row has no sums"
     arguments: list[Any] = []
     if walk is not None:
-        arguments += [captured_memory(x) for x in (walk.rows, walk.partial, walk.full, walk.order)]
+        order = walk.order.flip(0) if plan.deterministic else walk.order
+        given_map = [captured_memory(x) for x in (walk.rows, walk.partial, walk.full, order)]
+        arguments += given_map
     counter = torch.zeros(1, dtype=torch.int32)
     if t.queue:
         arguments.append(captured_memory(counter))
+    if plan.deterministic:
+        arguments.append(captured_memory(torch.zeros(batch * heads * blocks, 2, dtype=torch.int32)))
+        turns = arguments[-1]
+    if plan.deterministic and walk is not None:
+        visits = torch.zeros(*walk.rows.shape[:3], blocks, dtype=torch.int32)
+        launch("visits", walk.rows.shape[:3].numel(), 4, 0, *given_map, captured_memory(visits))
+        arguments.append(captured_memory(visits.cumsum(2, dtype=torch.int32) - visits))
+    captured = [torch.zeros(tensors[slot].shape) for slot in gradients]
+    arguments += [captured_memory(x) for x in captured]
     arguments += [captured_memory(x if x.numel() else x.new_zeros((1,) * x.dim())) for x in tensors]
     arguments += [Float32(scale), Int32(section)]
     arguments += [Float32(s) if isinstance(s, float) else Int32(s) for s in scalars]
@@ -545,9 +576,11 @@ def simulate_backward(
         *layouts,
         None,
     )
+    if plan.deterministic:
+        assert (turns.flat > 0).all() or walk is not None, "each block of keys has had its turn"
     assert counter.item() == 0, "the next launch begins with a counter of 0"
     launch("convert", batch * heads * blocks, 8, 0, "store", Global(dq), dq_sums, Float32(scale), machine.products[3], _Name("dq"), None)
-    return dq, dk, dv
+    return dq, dk, dv, *captured
 
 
 def _same_registers(fragment: Fragment, shape: tuple[int, int]) -> Fragment:
@@ -560,12 +593,13 @@ def _run(name: str, kernel: Any, number: int, grid: int, warps: int, first_group
     block.dirty, block.kernel, block.first_group = set(), name, first_group
 
     def run_warp(warp: int) -> None:
-        _here.block, _here.warp, _here.products, _here.stores = block, warp, [], []
+        _here.block, _here.warp, _here.products, _here.stores, _here.turn = block, warp, [], [], ""
         try:
             with np.errstate(all="ignore"):
                 kernel(*arguments)
             assert not _here.products, "a product was never waited for"
             assert not _here.stores, "shared memory is gone before it was stored"
+            assert not _here.turn, "a turn that never ends"
         except BaseException as error:
             with block.changed:
                 if block.failure is None or isinstance(block.failure, Stuck):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+import torch
 
 from flexc.codegen.cute import BackwardTile, emit_backward, make_backward_plan
 from flexc.runtime.cute_compile import compile_module
 from flexc.runtime.module import load_module
-from tests.codegen.cute.texts import HOPPER, VARIANTS, lowered
+from tests.codegen.cute.texts import HOPPER, VARIANTS, causal, lowered
 
 pytest.importorskip("cutlass", reason="needs the package nvidia-cutlass-dsl")
 
@@ -18,7 +21,7 @@ CONFIGURATIONS = {
     ("window", 128, 128): 24,
     ("documents", 128, 128): 24,
     ("alibi", 128, 128): 24,
-    ("softcap", 128, 128): 72,
+    ("softcap", 128, 128): 56,
     ("plain", 64, 64): 0,
     ("causal", 64, 64): 0,
     ("causal", 192, 128): 0,
@@ -28,9 +31,24 @@ CONFIGURATIONS = {
 }
 
 
-def compiled(folder, name, head_dim, head_dim_v, tile=None, dtype="bfloat16", group=1):
-    graph = lowered(*VARIANTS[name])
-    plan = make_backward_plan(graph, HOPPER, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v, group=group, tile=tile)
+SLOPES, KEYS, DEGREE = (torch.ones(size, requires_grad=True) for size in ((4,), (4, 700), ()))
+
+
+def slopes(score, batch, head, q_idx, kv_idx):
+    return score - SLOPES[head] * (q_idx - kv_idx)
+
+
+def temperature(score, batch, head, q_idx, kv_idx):
+    return score * DEGREE + KEYS[head, kv_idx]
+
+
+LEARNED = {"slopes": (slopes, causal), "slopes, every block": (slopes, None), "temperature": (temperature, causal)}
+
+
+def compiled(folder, name, head_dim, head_dim_v, tile=None, dtype="bfloat16", group=1, **options):
+    graph = lowered(*(VARIANTS | LEARNED)[name])
+    sizes = {"dtype": dtype, "head_dim": head_dim, "head_dim_v": head_dim_v, "group": group}
+    plan = make_backward_plan(graph, HOPPER, **sizes, tile=tile, **options)
     module = load_module(emit_backward(graph, plan, HOPPER), folder / "kernel.py")
     return {kernel.name: kernel for kernel in compile_module(module).kernels}
 
@@ -62,6 +80,28 @@ def test_a_standard_configuration_is_clean(tmp_path, name, head_dim, head_dim_v)
 )
 def test_other_tiles_are_clean(tmp_path, name, head_dim, tile):
     assert_clean(compiled(tmp_path, name, head_dim, head_dim, tile), 24)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, head_dim, spilled", [("slopes", 128, 24), ("slopes, every block", 128, 48), ("temperature", 128, 40), ("slopes", 64, 24)]
+)
+def test_gradients_of_captured_tensors_are_clean(tmp_path, name, head_dim, spilled):
+    kernels = compiled(tmp_path, name, head_dim, head_dim)
+    assert_clean(kernels, spilled)
+    assert "atom.global" in kernels["backward_kernel"].ptx
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, head_dim", [("causal", 128), ("plain", 128), ("causal", 64), ("window", 256)])
+def test_deterministic_kernels_are_clean(tmp_path, name, head_dim):
+    """The next turn begins when what was added is there, not when it has been read."""
+    kernels = compiled(tmp_path, name, head_dim, head_dim, deterministic=True)
+    text = kernels["backward_kernel"].ptx
+    kernels.pop("visits_kernel", None)
+    assert_clean(kernels, 24)
+    assert "ld.acquire.gpu" in text
+    assert re.search(r"cp\.async\.bulk\.wait_group\s+0;\s+.*?atom\.global\.release\.add", text, re.DOTALL)
 
 
 @pytest.mark.slow

@@ -137,13 +137,20 @@ def test_every_head_dimension_has_a_tile(name, head_dim, head_dim_v):
 
 
 def test_what_the_kernels_lack_is_refused():
-    slopes = torch.ones(4, requires_grad=True)
+    bias, slopes = (torch.ones(n, requires_grad=True) for n in (700, 4))
 
-    def score_mod(score, batch, head, q_idx, kv_idx):
-        return score * slopes[head]
+    def pairs(score, batch, head, q_idx, kv_idx):
+        return score + bias[q_idx * kv_idx]
 
-    with pytest.raises(UnsupportedError, match=r"gradients of captured tensors \(slopes\) in the backward kernel of the cute backend"):
-        planned(lowered(score_mod, None))
+    def two(score, batch, head, q_idx, kv_idx):
+        return score * torch.sigmoid(score * slopes[head])
+
+    with pytest.raises(UnsupportedError, match=r"a gradient of bias, read at indices that may meet anywhere, in the backward kernel"):
+        planned(lowered(pairs, None))
+    with pytest.raises(UnsupportedError, match=r"gradients of slopes in .* several derivatives depend on the score, each in its own way"):
+        planned(lowered(two, None))
+    with pytest.raises(UnsupportedError, match=r"deterministic=True with gradients of captured tensors \(slopes\)"):
+        planned(lowered(lambda score, batch, head, q_idx, kv_idx: score + slopes[head], None), deterministic=True)
     with pytest.raises(UnsupportedError, match="expected float16 or bfloat16"):
         planned(lowered(None, None), dtype="float32")
     with pytest.raises(UnsupportedError, match="expected at most 256, got 264"):
@@ -163,20 +170,29 @@ SHAPES = Shapes(1, 4, 4, 256, 256, 128, 128, torch.bfloat16)
 
 
 def test_the_backend_of_the_backward_pass_is_said():
-    slopes = torch.ones(4, requires_grad=True)
+    bias, slopes = (torch.ones(n, requires_grad=True) for n in (700, 4))
 
     def learned(score, batch, head, q_idx, kv_idx):
         return score * slopes[head]
 
+    def by_query(score, batch, head, q_idx, kv_idx):
+        return score + bias[q_idx] * score
+
     assert backward_of(CUTE, lowered(alibi, causal), SHAPES, HOPPER, Options()) == (CUTE_BACKWARD, "")
-    found, why = backward_of(CUTE, lowered(learned, causal), SHAPES, HOPPER, Options())
-    assert found is TRITON and "gradients of captured tensors (slopes)" in why
-    assert backward_of(TRITON, lowered(learned, causal), SHAPES, HOPPER, Options()) == (TRITON, "")
+    assert backward_of(CUTE, lowered(learned, causal), SHAPES, HOPPER, Options()) == (CUTE_BACKWARD, "")
+    assert backward_of(CUTE, lowered(alibi, None), SHAPES, HOPPER, Options(deterministic=True)) == (CUTE_BACKWARD, "")
+    found, why = backward_of(CUTE, lowered(None, causal), SHAPES, HOPPER, Options(deterministic=True))
+    assert found is TRITON and "deterministic=True with a mask: blocks of keys wait for each other" in why
+    found, why = backward_of(CUTE, lowered(learned, None), SHAPES, HOPPER, Options(deterministic=True))
+    assert found is TRITON and "deterministic=True with gradients of captured tensors (slopes)" in why
+    found, why = backward_of(CUTE, lowered(by_query, causal), SHAPES, HOPPER, Options())
+    assert found is TRITON and "a gradient of bias, read by the query" in why
+    assert backward_of(TRITON, lowered(by_query, causal), SHAPES, HOPPER, Options()) == (TRITON, "")
     own = compile_for(alibi, causal, shapes=SHAPES, target=HOPPER, backend="cute")
     assert own.for_backward(SHAPES, Options()).backend is CUTE_BACKWARD and "runs the backward pass" not in own.reason
-    other = compile_for(learned, causal, shapes=SHAPES, target=HOPPER, backend="cute")
+    other = compile_for(by_query, causal, shapes=SHAPES, target=HOPPER, backend="cute")
     assert other.for_backward(SHAPES, Options()).backend is TRITON
-    assert "triton runs the backward pass: gradients of captured tensors (slopes)" in other.reason
+    assert "triton runs the backward pass: a gradient of bias, read by the query" in other.reason
 
 
 def test_the_backward_module_is_shown():
@@ -198,17 +214,58 @@ def test_holes_and_fields_are_the_same_set():
         known |= stored | {macro.name for macro in parsed.find_all(jinja2.nodes.Macro)}
     holes -= known  # a main kernel's template sees what the first one sets
     header = template_source(TEMPLATES[0]).split("#}")[0]
-    assert holes == {"header", "plan", "kernel", "captured", "scalars", "signatures", "l2_bytes", "sm_count"}
+    assert holes == {"header", "plan", "kernel", "captured", "gradients", "scalars", "signatures", "l2_bytes", "sm_count"}
     assert {hole for hole in holes if re.search(rf"\b{hole}\b", header)} == holes, "the template begins with a list of its holes"
     source = re.sub(r"{#.*?#}", "", text, flags=re.DOTALL)
-    read = {f.name for f in fields(BackwardKernel)} | {"stages_scores", "staged_for_mask"}
+    of_forward = {"along", "mask_along", "diagonals", "shared_along"}
+    read = {f.name for f in fields(BackwardKernel)} - of_forward | {"stages_scores", "staged_for_mask"}
     assert set(re.findall(r"\bkernel\.(?!py)(\w+)", source)) == read
     assert set(re.findall(r"\bplan\.(\w+)", source)) <= {f.name for f in fields(BackwardPlan)}
     assert set(re.findall(r"\bt\.(\w+)", source)) == {f.name for f in fields(BackwardTile)}
     assert not re.search(r"cute\.math\.|tanh|reciprocal|floor_quotient", text), "what an op is called is said in rows.py only"
 
 
-def called(tmp_path, name, head_dim=64, head_dim_v=64, dlse=None, **changes):
+def test_in_turn_blocks_of_keys_come_in_the_order_of_their_turns(tmp_path):
+    """The shortest first: what a block of queries waits for has then been launched before, and was there before."""
+    order, rows = torch.tensor([2, 0, 1], dtype=torch.int32), torch.zeros(1, 1, 3, 4, dtype=torch.int32)
+    walk = SimpleNamespace(rows=rows, partial=order, full=order, order=order)
+    visited = torch.tensor([[1], [0], [1]], dtype=torch.int32)
+
+    def visits(*given):
+        assert given[3].tolist() == [1, 0, 2] and not given[4].any()
+        given[4].copy_(visited[None, None])
+
+    (*_, learned), passed, arguments, _ = called(tmp_path, "causal", deterministic=True, walk=walk, visits=visits, head_dim=128)
+    assert learned == ()
+    values = dict(zip([a.name for a in arguments["backward_kernel"]], passed["backward_kernel"], strict=True))
+    assert values["map_order"].tolist() == [1, 0, 2]
+    assert values["ranks"].flatten().tolist() == [0, 1, 1], "how many rows above add to the block of queries"
+    assert values["turns"].shape == (8, 2) and not values["turns"].any()
+    plan = planned(lowered(None, causal), deterministic=True)
+    plain = planned(lowered(None, causal))
+    more = backward_workspace_bytes(plan, 8, 64, 300) - backward_workspace_bytes(plain, 8, 64, 300)
+    assert more == 4 * values["turns"].numel() + 8 * 3, "turns, and two tables of ranks while they are made"
+
+
+@pytest.mark.parametrize("tile", [None, BackwardTile(64, 128)])
+def test_in_turn_blocks_of_queries_are_visited_in_order(tile):
+    """Partial blocks behind the full ones come last: else blocks of keys that come early to a window's far end wait there."""
+    text = function(text_of(None, window, deterministic=True, tile=tile), "backward_kernel")
+    assert text.count("steps.blocks_before(") == (1 if tile is None else 3), "the loading warp tells the others, or each role looks itself"
+    loads = text.split("load_q, q_tiles[None, block]")
+    assert "in cutlass.range(early_" in loads[0] and "map_full[full + run, 0]" in loads[1] and "in cutlass.range(early_" in loads[2]
+    names: dict = {}
+    exec(function(text_of(None, window, deterministic=True), "entries_per_section"), names)
+    assert names["entries_per_section"](32, 64, 2**40) == 32
+
+
+def test_a_dense_kernel_needs_no_table_of_turns():
+    text = text_of(None, None, deterministic=True)
+    assert "ranks" not in text and "VISITS" not in text and "rank = position" in text and "early_" not in text
+    assert "turns" not in text_of(None, None) and "turns" not in text_of(None, causal)
+
+
+def called(tmp_path, name, head_dim=64, head_dim_v=64, dlse=None, tensors=(), walk=WALK, visits=None, **changes):
     pytest.importorskip("cutlass", reason="needs the package nvidia-cutlass-dsl")
     graph = lowered(*VARIANTS[name])
     plan = planned(graph, head_dim=head_dim, head_dim_v=head_dim_v, **changes)
@@ -217,15 +274,17 @@ def called(tmp_path, name, head_dim=64, head_dim_v=64, dlse=None, **changes):
     arguments = {name: launcher.arguments for name, launcher in module.LAUNCHERS.items()}
     for launcher, kernel in (("ROW_SUMS", "row_sums_kernel"), ("BACKWARD", "backward_kernel"), ("CONVERT", "convert_kernel")):
         setattr(module, launcher, lambda *values, kernel=kernel: passed.update({kernel: values}))
+    module.VISITS = visits
     q, out, dout = (torch.randn(2, 4, 50, d).bfloat16() for d in (head_dim, head_dim_v, head_dim_v))
     k, v = (torch.randn(2, 4, 60, d).bfloat16() for d in (head_dim, head_dim_v))
     lse = torch.zeros(2, 4, 50)
-    result = module.backward(q, k, v, out, lse, dout, dlse, 0.5, (), (), WALK if plan.walk == "runs" else None)
+    result = module.backward(q, k, v, out, lse, dout, dlse, 0.5, tensors, (), walk if plan.walk == "runs" else None)
     return result, passed, arguments, (q, k, v, lse)
 
 
 def test_what_the_host_hands_over(tmp_path):
-    (dq, dk, dv), passed, arguments, (q, k, _, lse) = called(tmp_path, "causal")
+    (dq, dk, dv, learned), passed, arguments, (q, k, _, lse) = called(tmp_path, "causal")
+    assert learned == ()
     assert {name: len(values) for name, values in passed.items()} == {name: len(values) for name, values in arguments.items()}
     assert passed["row_sums_kernel"][2] is lse and passed["row_sums_kernel"][3:5] == (lse, 0), "no gradient of lse"
     assert (
@@ -239,8 +298,29 @@ def test_what_the_host_hands_over(tmp_path):
     assert called(tmp_path, "causal", dlse=dlse)[1]["row_sums_kernel"][3:5] == (dlse, 1)
 
 
+def test_gradients_of_captured_tensors_are_handed_over(tmp_path, monkeypatch):
+    offset, slopes, scalar = torch.ones(3), torch.ones(4, requires_grad=True), torch.tensor(2.0, requires_grad=True)
+
+    def score_mod(score, batch, head, q_idx, kv_idx):
+        return score * scalar + slopes[head] * q_idx + offset[0]
+
+    monkeypatch.setitem(VARIANTS, "learned", (score_mod, causal))
+    given = [slopes, scalar, offset]
+    names = [t.name for t in lowered(score_mod, causal).tensors]
+    tensors = tuple(given[["slopes", "scalar", "offset"].index(name)] for name in names)
+    (*_, learned), passed, arguments, _ = called(tmp_path, "learned", tensors=tensors)
+    values = dict(zip([a.name for a in arguments["backward_kernel"]], passed["backward_kernel"], strict=True))
+    found = dict(zip(names, learned, strict=True))
+    assert found["offset"] is None and found["slopes"].shape == (4,) and found["scalar"].shape == ()
+    for name in ("slopes", "scalar"):
+        assert found[name].dtype == torch.float32 and not found[name].any(), "sums begin with 0"
+        assert values[f"u_{name}_grad"].data_ptr() == found[name].data_ptr() and values[f"u_{name}_grad"].dim() == 1
+    graph = lowered(score_mod, causal)
+    assert CUTE_BACKWARD.gradient_bytes(graph, False, [x.numel() for x in tensors]) == {"slopes": 16, "scalar": 4}
+
+
 def test_rows_that_bulk_copies_cannot_read_are_padded(tmp_path):
-    (dq, dk, dv), passed, arguments, _ = called(tmp_path, "causal", head_dim=65, head_dim_v=3)
+    (dq, dk, dv, _), passed, arguments, _ = called(tmp_path, "causal", head_dim=65, head_dim_v=3)
     values = passed["backward_kernel"]
     assert [tuple(x.shape[2:]) for x in values[:6]] == [(50, 72), (60, 72), (60, 8), (50, 8), (60, 72), (60, 8)]
     assert [a.sizes[3] for a in arguments["backward_kernel"][:6]] == [72, 72, 8, 8, 72, 8]
@@ -252,7 +332,7 @@ def test_the_workspace_is_what_the_host_allocates(tmp_path):
     _, passed, *_ = called(tmp_path, "causal", head_dim=65, head_dim_v=3)
     plan = planned(lowered(None, causal), head_dim=65, head_dim_v=3)
     numbers = passed["convert_kernel"][0].numel() + passed["row_sums_kernel"][5].numel()
-    assert backward_workspace_bytes(plan, 2 * 4, 50) == 4 * numbers
+    assert backward_workspace_bytes(plan, 2 * 4, 50, 60) == 4 * numbers
     shapes = Shapes(2, 4, 4, 50, 60, 65, 3, torch.bfloat16)
     assert CUTE_BACKWARD.workspace_bytes(plan, shapes) == 4 * numbers
     assert TRITON.workspace_bytes(None, shapes) == 2 * 4 * 50 * 8
@@ -261,7 +341,7 @@ def test_the_workspace_is_what_the_host_allocates(tmp_path):
 @pytest.mark.parametrize("dout", [torch.randn(1).expand(1, 2, 50, 64), torch.randn(1 + 2 * 50 * 64)[1:].view(1, 2, 50, 64)])
 def test_a_gradient_that_bulk_copies_cannot_read_is_copied(dout):
     given = []
-    module = SimpleNamespace(backward=lambda *values: given.append(values) or (1, 2, 3))
+    module = SimpleNamespace(backward=lambda *values: given.append(values) or (1, 2, 3, (None,)))
     q, lse = torch.randn(1, 2, 50, 64), torch.zeros(1, 2, 50)
     dlse = torch.ones(2, 1, 50).transpose(0, 1)
     call = Call(q, q, q, 0.5, (q,), ())

@@ -13,20 +13,21 @@ from flexc import frontend, passes, sparsity
 from flexc.codegen.cute.backward import emit_backward
 from flexc.codegen.cute.backward_kernel import print_backward
 from flexc.codegen.cute.backward_plan import BackwardTile, make_backward_plan
+from flexc.codegen.cute.backward_terms import gradient_slots
 from flexc.pipeline import MaskAlone
 from flexc.reference import eager
 from tests.accuracy import assert_as_accurate_as_eager
-from tests.codegen.cute import simulated, simulated_backward
+from tests.codegen.cute import simulated, simulated_backward, stand_in
 from tests.codegen.cute.simulated import Stuck
 from tests.codegen.cute.simulated_backward import simulate_backward
-from tests.codegen.cute.texts import HOPPER, VARIANTS, lowered
+from tests.codegen.cute.texts import HOPPER, VARIANTS, causal, lowered, window
 
 
 def run(functions, *, head_dim=64, head_dim_v=None, tile=None, dtype=torch.bfloat16, seed=0, change=None, **given):
     """(gradients, a function of the attention that gives true ones) of the kernels for these functions, whose text `change` may edit."""
     batch, heads, kv_heads = given.pop("batch", 1), given.pop("heads", 2), given.pop("kv_heads", 1)
     q_len, kv_len, with_lse = given.pop("q_len", 200), given.pop("kv_len", 200), given.pop("with_lse", False)
-    head_dim_v = head_dim_v or head_dim
+    head_dim_v, deterministic = head_dim_v or head_dim, given.pop("deterministic", False)
     random = torch.Generator().manual_seed(seed)
     q, k, v = (
         torch.randn(batch, n, length, width, generator=random).to(dtype).requires_grad_()
@@ -34,7 +35,8 @@ def run(functions, *, head_dim=64, head_dim_v=None, tile=None, dtype=torch.bfloa
     )
     graph = lowered(*functions)
     name = str(dtype).removeprefix("torch.")
-    plan = make_backward_plan(graph, HOPPER, dtype=name, head_dim=head_dim, head_dim_v=head_dim_v, group=heads // kv_heads, tile=tile)
+    sizes = {"dtype": name, "head_dim": head_dim, "head_dim_v": head_dim_v, "group": heads // kv_heads}
+    plan = make_backward_plan(graph, HOPPER, **sizes, deterministic=deterministic, tile=tile)
     text = emit_backward(graph, plan, HOPPER)
     if change is not None:
         changed = change(text)
@@ -59,20 +61,22 @@ def run(functions, *, head_dim=64, head_dim_v=None, tile=None, dtype=torch.bfloa
     dout = torch.randn(truth.shape, generator=random).to(dtype)
     dlse = torch.randn(true_lse.shape, generator=random) if with_lse else None
     kernel = print_backward(graph, approximate=plan.approximate, exact=plan.exact)
+    slots = gradient_slots(graph)
+    learned = [binding.tensors[slot] for slot in slots]
 
     def true(attention):
         out, lse = attention(*functions, q, k, v)
         loss = (out * dout).sum()
         if with_lse:
             loss = loss + torch.where(lse.isfinite(), lse * dlse, 0.0).sum()
-        return torch.autograd.grad(loss, (q, k, v))
+        return torch.autograd.grad(loss, (q, k, v, *learned))
 
     doubles = [x.detach().double().requires_grad_() for x in (q, k, v)]
     out, lse = flexc.reference(*functions, *doubles)
     loss = (out * dout.double()).sum()
     if with_lse:
         loss = loss + torch.where(lse.isfinite(), lse * dlse.double(), 0.0).sum()
-    truths = torch.autograd.grad(loss, doubles)
+    truths = torch.autograd.grad(loss, (*doubles, *learned))
     rough = true(eager)
     found = simulate_backward(
         text,
@@ -87,6 +91,7 @@ def run(functions, *, head_dim=64, head_dim_v=None, tile=None, dtype=torch.bfloa
         binding.scalars,
         walk,
         staged=kernel.staged,
+        gradients=slots,
         seed=seed,
         **given,
     )
@@ -94,7 +99,9 @@ def run(functions, *, head_dim=64, head_dim_v=None, tile=None, dtype=torch.bfloa
 
 
 def check(functions, **given) -> None:
-    for name, found, rough, truth in zip(("dq", "dk", "dv"), *run(functions, **given), strict=True):
+    gradients = run(functions, **given)
+    names = ["dq", "dk", "dv", *(f"captured {n}" for n in range(len(gradients[0]) - 3))]
+    for name, found, rough, truth in zip(names, *gradients, strict=True):
         try:
             assert_as_accurate_as_eager(found, rough, truth, floor=5e-6)
         except AssertionError as error:
@@ -129,6 +136,13 @@ CASES = {
     ),
     "a block of threads for each tile": ("causal", {"head_dim": 128, "tile": BackwardTile(64, 128)}),
     "few tokens": ("plain", {"q_len": 5, "kv_len": 3, "head_dim": 128}),
+    "in turn, a queue": (
+        "window",
+        {"head_dim": 128, "heads": 3, "kv_heads": 3, "q_len": 400, "kv_len": 500, "deterministic": True, "blocks_of_threads": 1},
+    ),
+    "in turn, grouped": ("documents", {"head_dim": 64, "heads": 4, "kv_heads": 2, "q_len": 300, "kv_len": 300, "deterministic": True}),
+    "in turn, dense": ("plain", {"head_dim": 128, "batch": 2, "q_len": 150, "kv_len": 300, "deterministic": True}),
+    "in turn, by dims": ("hole", {"head_dim": 192, "q_len": 220, "kv_len": 270, "deterministic": True}),
     "one key": ("causal", {"q_len": 64, "kv_len": 1}),
     "ragged, dense": ("plain", {"q_len": 70, "kv_len": 300, "with_lse": True}),
     "float16": ("softcap", {"dtype": torch.float16, "head_dim": 128}),
@@ -139,6 +153,72 @@ CASES = {
 def test_kernels_in_every_shape(case):
     name, given = CASES[case]
     check(VARIANTS[name], **given)
+
+
+# --- gradients of captured tensors ------------------------------------------------------------------------------------------------------
+
+
+def learned(values: torch.Tensor) -> torch.Tensor:
+    return values.clone().requires_grad_()
+
+
+SLOPES = learned(torch.linspace(0.05, 0.6, 4))
+TEMPERATURE = learned(torch.tensor(0.8))
+PLACES = torch.tensor([2, 0, 3, 1])
+ENTRIES = learned(torch.linspace(0.5, 1.5, 6).reshape(2, 3))
+KEYS = learned(torch.linspace(-1, 1, 250))
+KEYS_OF_HEADS = learned(torch.randn(4, 250, generator=torch.Generator().manual_seed(1)))
+
+
+def alibi(score, batch, head, q_idx, kv_idx):
+    return score - SLOPES[head] * (q_idx - kv_idx)
+
+
+def temperature(score, batch, head, q_idx, kv_idx):
+    return score * TEMPERATURE + KEYS[kv_idx]
+
+
+def capped(score, batch, head, q_idx, kv_idx):
+    return 20 * torch.tanh((score - SLOPES[PLACES[head]] * (q_idx - kv_idx)) / 20) + KEYS[kv_idx]
+
+
+def entries(score, batch, head, q_idx, kv_idx):
+    return score * ENTRIES[batch, head - 1] + SLOPES[3] * KEYS_OF_HEADS[head, kv_idx]
+
+
+def roots(score, batch, head, q_idx, kv_idx):
+    return score - SLOPES[head] * torch.sqrt(torch.abs(q_idx - kv_idx) + 1.0)
+
+
+LEARNED = {
+    "what the score and its derivative share": (roots, causal, {"head_dim": 128, "q_len": 130, "kv_len": 100, "seed": 2}),
+    "slopes": (alibi, causal, {"head_dim": 128, "heads": 4, "kv_heads": 4}),
+    "slopes, grouped, a block for each tile": (
+        alibi,
+        causal,
+        {"head_dim": 128, "heads": 4, "kv_heads": 2, "tile": BackwardTile(64, 128), "q_len": 150},
+    ),
+    "a temperature, a bias of keys": (temperature, causal, {"head_dim": 128, "q_len": 130, "kv_len": 190}),
+    "inside and outside of a soft cap": (capped, window, {"head_dim": 64, "heads": 3, "kv_heads": 3}),
+    "batch and head": (entries, None, {"batch": 2, "heads": 2, "kv_heads": 1, "q_len": 100, "kv_len": 130}),
+    "by dims": (capped, causal, {"head_dim": 192, "head_dim_v": 128, "q_len": 100, "kv_len": 130}),
+}
+
+
+@pytest.mark.parametrize("case", LEARNED)
+def test_gradients_of_captured_tensors(case):
+    score, mask, given = LEARNED[case]
+    check((score, mask), **given)
+
+
+@pytest.mark.parametrize("full, found", [([(2, 9)], 2), ([(0, 1)], 0), ([(9, 9)], 4), ([], 4)])
+def test_partial_blocks_before_the_first_full_one(full, found):
+    """Where none is full, all come before."""
+    steps = stand_in.library_of("cute_backward_tiles", {}, {})
+    partial, runs = (torch.tensor(x, dtype=torch.int32) for x in ([7, 0, 1, 5, 8], [(3, 3), *full]))
+    count = stand_in.Int32(4)
+    given = [stand_in.captured_memory(partial), stand_in.Int32(1), count, stand_in.captured_memory(runs), stand_in.Int32(1)]
+    assert int(steps.blocks_before(*given, stand_in.Int32(len(full)))) == found
 
 
 # --- the simulation notices what would go wrong on the device -----------------------------------------------------------------------------
@@ -175,6 +255,21 @@ def test_a_missing_arrival_is_a_deadlock(change, monkeypatch):
     monkeypatch.setattr(simulated, "PATIENCE", 2.0)
     with pytest.raises((Stuck, AssertionError), match="waits for|arrivals"):
         run(VARIANTS["causal"], change=change, heads=2, head_dim=128, q_len=400, kv_len=200, blocks_of_threads=1)
+
+
+@pytest.mark.parametrize("line", ["steps.wait_for_turn(", "steps.end_turn("])
+def test_a_missing_turn_is_noticed(line):
+    with pytest.raises(AssertionError, match="turn"):
+        run(
+            VARIANTS["causal"],
+            change=without(line),
+            deterministic=True,
+            heads=1,
+            head_dim=128,
+            q_len=300,
+            kv_len=300,
+            blocks_of_threads=1,
+        )
 
 
 def test_a_missing_fence_is_noticed():
