@@ -40,8 +40,8 @@ def test_example_runs(name, monkeypatch, capsys):
 
 
 def test_examples_are_the_documented_ones():
-    expected = "alibi block_map documents embed_sentences prefix_lm relative_bias serve_small_llm sliding_window soft_capping train_small_llm"
-    assert expected.split() == EXAMPLES
+    models = "embed_sentences serve_small_llm train_small_llm"
+    assert sorted(f"alibi block_map documents prefix_lm relative_bias sliding_window soft_capping {models}".split()) == EXAMPLES
 
 
 @pytest.mark.parametrize("name", [*EXAMPLES, "show"])
