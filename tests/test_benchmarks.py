@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import importlib
 import io
 import itertools
@@ -151,6 +152,14 @@ def test_systems_take_turns(bench):
     bench["measure"].interleaved(calls, 2, torch.device("cpu"), print, turn_ms=0.0)
     # Four calls each to find how long one takes; then turns of one call that is not counted and one that is.
     assert "".join(order) == "aaaa" + "bbbb" + "aabb" + "bbaa"
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_each_system_follows_each_other_equally_often(bench, count):
+    rounds = [bench["measure"].order(count, index) for index in range(2 * count)]
+    assert all(sorted(each) == list(range(count)) for each in rounds)
+    followers = collections.Counter(pair for each in rounds for pair in itertools.pairwise(each))
+    assert len(followers) == count * (count - 1) and len(set(followers.values())) <= 1
 
 
 def test_a_call_that_starts_to_fail_is_left_out(bench):
