@@ -215,10 +215,6 @@ def _plan_hopper(graph: Graph, shapes: Shapes, target: Target, options: Options)
 
 
 def _plan_cute_backward(graph: Graph, shapes: Shapes, target: Target, options: Options) -> Any:
-    if options.deterministic and graph.mask is not None:
-        raise UnsupportedError(
-            "deterministic=True with a mask: blocks of keys wait for each other in the backward kernel of the cute backend"
-        )
     if cute_codegen.reads_pairs(graph, diagonals=False):
         raise UnsupportedError("captured values of pairs of positions, which the backward kernel of the cute backend reads one by one")
     return cute_codegen.make_backward_plan(
@@ -346,7 +342,7 @@ CUTE_BACKWARD = Backend(
     forward=_no_forward,
     backward=_backward_cute,
     packages=("torch", "nvidia-cutlass-dsl"),
-    workspace_bytes=lambda plan, s: cute_codegen.backward_workspace_bytes(plan, s.batch * s.heads_q, s.q_len, s.kv_len),
+    workspace_bytes=lambda plan, s: cute_codegen.backward_workspace_bytes(plan, s.batch * s.heads_q, s.q_len),
     gradient_bytes=lambda graph, deterministic, elements: cute_codegen.backward_gradient_bytes(graph, elements),
 )
 CUTE = Backend(

@@ -244,27 +244,6 @@ def end_turn(turns, block, part):
 
 
 @cute.jit
-def rank_of(ranks, batch, head, position, block):
-    """How many blocks of keys add to a block of queries before the one whose tile is at this position. Batch and head may share it."""
-    entry = Int64(cutlass.min(batch, ranks.shape[0] - 1)) * ranks.shape[1] + cutlass.min(head, ranks.shape[1] - 1)
-    at = (entry * ranks.shape[2] + position) * ranks.shape[3] + block
-    return cute.make_tensor(ranks.iterator + at, 1)[0]
-
-
-@cute.jit
-def blocks_before(partial_blocks, first, count, runs, run, run_count):
-    """How many of a row's partial blocks lie before its first full one; all of them where none is full."""
-    found = count
-    if run_count > 0:
-        stop = runs[run, 0]
-        found = Int32(0)
-        for i in cutlass.range(count, unroll=4):
-            if partial_blocks[first + i] < stop:
-                found = found + 1
-    return found
-
-
-@cute.jit
 def fill_part(buffer, part, group, size: cutlass.Constexpr, thread):
     """A warpgroup's fragment into its part of the buffer once that is empty: registers in fours, those of 128 threads in a row."""
     cute.arch.barrier(barrier_id=EMPTY + group, number_of_threads=WARP_TOO)

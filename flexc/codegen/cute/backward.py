@@ -5,7 +5,7 @@ from __future__ import annotations
 from flexc.codegen.cute.backward_kernel import print_backward
 from flexc.codegen.cute.backward_plan import GROUPS, BackwardPlan
 from flexc.codegen.cute.backward_terms import gradient_slots
-from flexc.codegen.cute.emit import argument_lines, map_lines, tidy
+from flexc.codegen.cute.emit import argument_lines, tidy
 from flexc.codegen.cute.rows import CUTE_DTYPES
 from flexc.codegen.levels import captured
 from flexc.codegen.templates import header_of, render
@@ -62,12 +62,10 @@ def _signatures(
     first = ['tensor("counter", "int32", (1,), compact=True)'] if plan.backward.queue else []
     if plan.deterministic:
         first.append(f'tensor("turns", "int32", ("all_query_blocks", {GROUPS}), compact=True)')
-    if plan.deterministic and plan.walk == "runs":
-        first.append('tensor("ranks", "int32", ("map_batch", "map_heads", "key_blocks", "query_blocks"), compact=True)')
     for slot, name in gradients.items():
         sizes = ", ".join(f'"{tensors[slot][0]}_size{i}"' for i in range(max(tensors[slot][2], 1)))
         first.append(f'tensor("{name}", "float32", ({sizes},), compact=True)')
-    found = {
+    return {
         "row_sums": [
             given("out", "heads", "q_len", dim_v),
             given("dout", "heads", "q_len", dim_v),
@@ -89,7 +87,3 @@ def _signatures(
         ],
         "convert": [dq_sums, given("dq", "heads", "q_len", dim), 'number("scale", "float32")'],
     }
-    if plan.deterministic and plan.walk == "runs":
-        visits = 'tensor("visits", "int32", ("map_batch", "map_heads", "key_blocks", "query_blocks"), compact=True)'
-        found["visits"] = [*map_lines("key_blocks"), visits]
-    return found

@@ -58,7 +58,7 @@ class BackwardPlan:
         bulk: q, k and v allow bulk copies as they are; otherwise the host copies them first.
         approximate: the hardware approximation of tanh.
         exact: no approximation of functions and quotients at all.
-        deterministic: blocks of keys add to the queries' gradient in a fixed order, that of their tiles.
+        deterministic: blocks of keys add to the queries' gradient in a fixed order, that of their tiles; where every block is visited.
         smem_bytes: shared memory of a block of threads.
         registers: of a computing thread, of another one.
     """
@@ -132,9 +132,14 @@ def make_backward_plan(
     """The default plan; arguments as of `make_plan`.
 
     Raises:
-        UnsupportedError: the architecture, dtype, head dimension or a gradient that is asked for has no kernel.
+        UnsupportedError: the architecture, dtype, head dimension or a gradient that is asked for has no kernel, or none of a fixed order.
     """
     refuse_unsupported(target, dtype, max(head_dim, head_dim_v))
+    has_mask = graph.mask is not None
+    if deterministic and has_mask:
+        raise UnsupportedError(
+            "deterministic=True with a mask: blocks of keys wait for each other in the backward kernel of the cute backend"
+        )
     if deterministic and gradient_slots(graph):
         names = ", ".join(graph.tensors[slot].name for slot in gradient_slots(graph))
         raise UnsupportedError(f"deterministic=True with gradients of captured tensors ({names}) in a backward kernel of the cute backend")
@@ -142,7 +147,6 @@ def make_backward_plan(
     exact = precision == "exact"
     approximate = not exact and dtype == "bfloat16"
     column_bytes = print_backward(graph, approximate=approximate, exact=exact).column_bytes
-    has_mask = graph.mask is not None
     fitting = backward_candidates(target, wide, wide_v, column_bytes, has_mask=has_mask) if tile is None else [tile]
     if not fitting or backward_smem_bytes(fitting[0], wide, wide_v, column_bytes) > target.smem_bytes:
         raise UnsupportedError(
@@ -178,14 +182,12 @@ def backward_gradient_bytes(graph: Graph, elements: Sequence[int]) -> dict[str, 
     return {graph.tensors[slot].name: 4 * elements[slot] for slot in gradient_slots(graph)}
 
 
-def backward_workspace_bytes(plan: BackwardPlan, entries: int, q_len: int, kv_len: int) -> int:
+def backward_workspace_bytes(plan: BackwardPlan, entries: int, q_len: int) -> int:
     """What the host function allocates besides dq, dk and dv; `entries` is B x Hq.
 
-    Float32 sums for dq, and what each query is known by. A deterministic kernel also keeps whose turn it is to add, and where there is a
-    mask, at which turn each block of keys adds to each block of queries, for one head if all heads share the mask.
+    Float32 sums for dq, and what each query is known by. A deterministic kernel also keeps whose turn it is to add.
     """
     rows = plan.backward.rows
     blocks = -(-q_len // rows)
     turns = 4 * GROUPS * entries * blocks if plan.deterministic else 0
-    ranks = 8 * blocks * -(-kv_len // plan.backward.columns) if plan.deterministic and plan.walk == "runs" else 0
-    return 4 * entries * blocks * (rows * plan.padded_dim + 2 * rows + 4) + turns + ranks
+    return 4 * entries * blocks * (rows * plan.padded_dim + 2 * rows + 4) + turns

@@ -542,19 +542,13 @@ def simulate_backward(
     assert not np.isnan(sums.flat.reshape(-1, 2 * t.rows + 4)[:, : 2 * t.rows + 1]).any(), "a row has no sums"
     arguments: list[Any] = []
     if walk is not None:
-        order = walk.order.flip(0) if plan.deterministic else walk.order
-        given_map = [captured_memory(x) for x in (walk.rows, walk.partial, walk.full, order)]
-        arguments += given_map
+        arguments += [captured_memory(x) for x in (walk.rows, walk.partial, walk.full, walk.order)]
     counter = torch.zeros(1, dtype=torch.int32)
     if t.queue:
         arguments.append(captured_memory(counter))
     if plan.deterministic:
         arguments.append(captured_memory(torch.zeros(batch * heads * blocks, 2, dtype=torch.int32)))
         turns = arguments[-1]
-    if plan.deterministic and walk is not None:
-        visits = torch.zeros(*walk.rows.shape[:3], blocks, dtype=torch.int32)
-        launch("visits", walk.rows.shape[:3].numel(), 4, 0, *given_map, captured_memory(visits))
-        arguments.append(captured_memory(visits.cumsum(2, dtype=torch.int32) - visits))
     captured = [torch.zeros(tensors[slot].shape) for slot in gradients]
     arguments += [captured_memory(x) for x in captured]
     arguments += [captured_memory(x if x.numel() else x.new_zeros((1,) * x.dim())) for x in tensors]
@@ -577,7 +571,7 @@ def simulate_backward(
         None,
     )
     if plan.deterministic:
-        assert (turns.flat > 0).all() or walk is not None, "each block of keys has had its turn"
+        assert (turns.flat == -(-kv_len // t.columns)).all(), "each block of keys has had its turn"
     assert counter.item() == 0, "the next launch begins with a counter of 0"
     launch("convert", batch * heads * blocks, 8, 0, "store", Global(dq), dq_sums, Float32(scale), machine.products[3], _Name("dq"), None)
     return dq, dk, dv, *captured

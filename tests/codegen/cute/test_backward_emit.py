@@ -149,6 +149,8 @@ def test_what_the_kernels_lack_is_refused():
         planned(lowered(pairs, None))
     with pytest.raises(UnsupportedError, match=r"gradients of slopes in .* several derivatives depend on the score, each in its own way"):
         planned(lowered(two, None))
+    with pytest.raises(UnsupportedError, match="deterministic=True with a mask: blocks of keys wait for each other in the backward kernel"):
+        planned(lowered(None, causal), deterministic=True)
     with pytest.raises(UnsupportedError, match=r"deterministic=True with gradients of captured tensors \(slopes\)"):
         planned(lowered(lambda score, batch, head, q_idx, kv_idx: score + slopes[head], None), deterministic=True)
     with pytest.raises(UnsupportedError, match="expected float16 or bfloat16"):
@@ -225,47 +227,23 @@ def test_holes_and_fields_are_the_same_set():
     assert not re.search(r"cute\.math\.|tanh|reciprocal|floor_quotient", text), "what an op is called is said in rows.py only"
 
 
-def test_in_turn_blocks_of_keys_come_in_the_order_of_their_turns(tmp_path):
-    """The shortest first: what a block of queries waits for has then been launched before, and was there before."""
-    order, rows = torch.tensor([2, 0, 1], dtype=torch.int32), torch.zeros(1, 1, 3, 4, dtype=torch.int32)
-    walk = SimpleNamespace(rows=rows, partial=order, full=order, order=order)
-    visited = torch.tensor([[1], [0], [1]], dtype=torch.int32)
+@pytest.mark.parametrize("tile", [None, BackwardTile(64, 128, queue=True)])
+def test_a_block_of_keys_adds_when_those_before_it_have(tile):
+    text = text_of(None, None, deterministic=True, tile=tile)
+    assert "position = key_block\n" in text and text.count("rank = position\n") == 2, "of ragged keys and of whole blocks"
+    assert "turns" not in text_of(None, None, tile=tile)
 
-    def visits(*given):
-        assert given[3].tolist() == [1, 0, 2] and not given[4].any()
-        given[4].copy_(visited[None, None])
 
-    (*_, learned), passed, arguments, _ = called(tmp_path, "causal", deterministic=True, walk=walk, visits=visits, head_dim=128)
+def test_turns_begin_with_none(tmp_path):
+    (*_, learned), passed, arguments, _ = called(tmp_path, "plain", deterministic=True, head_dim=128, head_dim_v=128)
     assert learned == ()
     values = dict(zip([a.name for a in arguments["backward_kernel"]], passed["backward_kernel"], strict=True))
-    assert values["map_order"].tolist() == [1, 0, 2]
-    assert values["ranks"].flatten().tolist() == [0, 1, 1], "how many rows above add to the block of queries"
     assert values["turns"].shape == (8, 2) and not values["turns"].any()
-    plan = planned(lowered(None, causal), deterministic=True)
-    plain = planned(lowered(None, causal))
-    more = backward_workspace_bytes(plan, 8, 64, 300) - backward_workspace_bytes(plain, 8, 64, 300)
-    assert more == 4 * values["turns"].numel() + 8 * 3, "turns, and two tables of ranks while they are made"
+    ordered, plain = (backward_workspace_bytes(planned(lowered(None, None), deterministic=given), 8, 50) for given in (True, False))
+    assert ordered - plain == 4 * values["turns"].numel()
 
 
-@pytest.mark.parametrize("tile", [None, BackwardTile(64, 128)])
-def test_in_turn_blocks_of_queries_are_visited_in_order(tile):
-    """Partial blocks behind the full ones come last: else blocks of keys that come early to a window's far end wait there."""
-    text = function(text_of(None, window, deterministic=True, tile=tile), "backward_kernel")
-    assert text.count("steps.blocks_before(") == (1 if tile is None else 3), "the loading warp tells the others, or each role looks itself"
-    loads = text.split("load_q, q_tiles[None, block]")
-    assert "in cutlass.range(early_" in loads[0] and "map_full[full + run, 0]" in loads[1] and "in cutlass.range(early_" in loads[2]
-    names: dict = {}
-    exec(function(text_of(None, window, deterministic=True), "entries_per_section"), names)
-    assert names["entries_per_section"](32, 64, 2**40) == 32
-
-
-def test_a_dense_kernel_needs_no_table_of_turns():
-    text = text_of(None, None, deterministic=True)
-    assert "ranks" not in text and "VISITS" not in text and "rank = position" in text and "early_" not in text
-    assert "turns" not in text_of(None, None) and "turns" not in text_of(None, causal)
-
-
-def called(tmp_path, name, head_dim=64, head_dim_v=64, dlse=None, tensors=(), walk=WALK, visits=None, **changes):
+def called(tmp_path, name, head_dim=64, head_dim_v=64, dlse=None, tensors=(), **changes):
     pytest.importorskip("cutlass", reason="needs the package nvidia-cutlass-dsl")
     graph = lowered(*VARIANTS[name])
     plan = planned(graph, head_dim=head_dim, head_dim_v=head_dim_v, **changes)
@@ -274,11 +252,10 @@ def called(tmp_path, name, head_dim=64, head_dim_v=64, dlse=None, tensors=(), wa
     arguments = {name: launcher.arguments for name, launcher in module.LAUNCHERS.items()}
     for launcher, kernel in (("ROW_SUMS", "row_sums_kernel"), ("BACKWARD", "backward_kernel"), ("CONVERT", "convert_kernel")):
         setattr(module, launcher, lambda *values, kernel=kernel: passed.update({kernel: values}))
-    module.VISITS = visits
     q, out, dout = (torch.randn(2, 4, 50, d).bfloat16() for d in (head_dim, head_dim_v, head_dim_v))
     k, v = (torch.randn(2, 4, 60, d).bfloat16() for d in (head_dim, head_dim_v))
     lse = torch.zeros(2, 4, 50)
-    result = module.backward(q, k, v, out, lse, dout, dlse, 0.5, tensors, (), walk if plan.walk == "runs" else None)
+    result = module.backward(q, k, v, out, lse, dout, dlse, 0.5, tensors, (), WALK if plan.walk == "runs" else None)
     return result, passed, arguments, (q, k, v, lse)
 
 
@@ -332,7 +309,7 @@ def test_the_workspace_is_what_the_host_allocates(tmp_path):
     _, passed, *_ = called(tmp_path, "causal", head_dim=65, head_dim_v=3)
     plan = planned(lowered(None, causal), head_dim=65, head_dim_v=3)
     numbers = passed["convert_kernel"][0].numel() + passed["row_sums_kernel"][5].numel()
-    assert backward_workspace_bytes(plan, 2 * 4, 50, 60) == 4 * numbers
+    assert backward_workspace_bytes(plan, 2 * 4, 50) == 4 * numbers
     shapes = Shapes(2, 4, 4, 50, 60, 65, 3, torch.bfloat16)
     assert CUTE_BACKWARD.workspace_bytes(plan, shapes) == 4 * numbers
     assert TRITON.workspace_bytes(None, shapes) == 2 * 4 * 50 * 8

@@ -17,7 +17,7 @@ from flexc.codegen.cute.backward_terms import gradient_slots
 from flexc.pipeline import MaskAlone
 from flexc.reference import eager
 from tests.accuracy import assert_as_accurate_as_eager
-from tests.codegen.cute import simulated, simulated_backward, stand_in
+from tests.codegen.cute import simulated, simulated_backward
 from tests.codegen.cute.simulated import Stuck
 from tests.codegen.cute.simulated_backward import simulate_backward
 from tests.codegen.cute.texts import HOPPER, VARIANTS, causal, lowered, window
@@ -113,6 +113,7 @@ def test_kernels_compute_the_gradients_of_their_variant(name):
     check(VARIANTS[name], head_dim=128, q_len=170, kv_len=190)
 
 
+QUEUE = BackwardTile(64, 128, queue=True)
 CASES = {
     "grouped heads, a short head": ("causal", {"batch": 2, "heads": 4, "kv_heads": 2, "kv_len": 100, "with_lse": True}),
     "head dimension 64": ("alibi", {"heads": 1, "q_len": 300, "kv_len": 140}),
@@ -128,7 +129,7 @@ CASES = {
     ),
     "a queue, heads without keys, many tiles": (
         "hole",
-        {"head_dim": 128, "heads": 4, "q_len": 130, "tile": BackwardTile(64, 128, queue=True), "blocks_of_threads": 1},
+        {"head_dim": 128, "heads": 4, "q_len": 130, "tile": QUEUE, "blocks_of_threads": 1},
     ),
     "a queue, values staged": (
         "documents",
@@ -136,13 +137,22 @@ CASES = {
     ),
     "a block of threads for each tile": ("causal", {"head_dim": 128, "tile": BackwardTile(64, 128)}),
     "few tokens": ("plain", {"q_len": 5, "kv_len": 3, "head_dim": 128}),
+    "in turn": ("plain", {"head_dim": 128, "batch": 2, "q_len": 150, "kv_len": 300, "deterministic": True}),
     "in turn, a queue": (
-        "window",
-        {"head_dim": 128, "heads": 3, "kv_heads": 3, "q_len": 400, "kv_len": 500, "deterministic": True, "blocks_of_threads": 1},
+        "plain",
+        {
+            "head_dim": 128,
+            "heads": 3,
+            "kv_heads": 3,
+            "q_len": 150,
+            "kv_len": 300,
+            "deterministic": True,
+            "tile": QUEUE,
+            "blocks_of_threads": 1,
+        },
     ),
-    "in turn, grouped": ("documents", {"head_dim": 64, "heads": 4, "kv_heads": 2, "q_len": 300, "kv_len": 300, "deterministic": True}),
-    "in turn, dense": ("plain", {"head_dim": 128, "batch": 2, "q_len": 150, "kv_len": 300, "deterministic": True}),
-    "in turn, by dims": ("hole", {"head_dim": 192, "q_len": 220, "kv_len": 270, "deterministic": True}),
+    "in turn, grouped": ("plain", {"head_dim": 64, "heads": 4, "kv_heads": 2, "q_len": 200, "kv_len": 300, "deterministic": True}),
+    "in turn, by dims": ("plain", {"head_dim": 192, "q_len": 130, "kv_len": 200, "deterministic": True}),
     "one key": ("causal", {"q_len": 64, "kv_len": 1}),
     "ragged, dense": ("plain", {"q_len": 70, "kv_len": 300, "with_lse": True}),
     "float16": ("softcap", {"dtype": torch.float16, "head_dim": 128}),
@@ -211,16 +221,6 @@ def test_gradients_of_captured_tensors(case):
     check((score, mask), **given)
 
 
-@pytest.mark.parametrize("full, found", [([(2, 9)], 2), ([(0, 1)], 0), ([(9, 9)], 4), ([], 4)])
-def test_partial_blocks_before_the_first_full_one(full, found):
-    """Where none is full, all come before."""
-    steps = stand_in.library_of("cute_backward_tiles", {}, {})
-    partial, runs = (torch.tensor(x, dtype=torch.int32) for x in ([7, 0, 1, 5, 8], [(3, 3), *full]))
-    count = stand_in.Int32(4)
-    given = [stand_in.captured_memory(partial), stand_in.Int32(1), count, stand_in.captured_memory(runs), stand_in.Int32(1)]
-    assert int(steps.blocks_before(*given, stand_in.Int32(len(full)))) == found
-
-
 # --- the simulation notices what would go wrong on the device -----------------------------------------------------------------------------
 
 
@@ -261,9 +261,10 @@ def test_a_missing_arrival_is_a_deadlock(change, monkeypatch):
 def test_a_missing_turn_is_noticed(line):
     with pytest.raises(AssertionError, match="turn"):
         run(
-            VARIANTS["causal"],
+            VARIANTS["plain"],
             change=without(line),
             deterministic=True,
+            tile=QUEUE,
             heads=1,
             head_dim=128,
             q_len=300,
