@@ -41,16 +41,24 @@ class Runs:
         Args:
             row: int64 [pieces], block rows counted through batch and heads; start, stop: int64; full: bool.
         """
-        place = row * max(shape[3], 1) + start
-        order = torch.argsort(place.int() if math.prod(shape) < 2**31 else place)
-        row, start, stop, full = (x.index_select(0, order) for x in (row, start, stop, full))
-        if len(row):
-            joins = (row[1:] == row[:-1]) & (start[1:] == stop[:-1]) & (full[1:] == full[:-1])
+        stride, dtype = places_of(shape)
+        first = row * stride
+        return Runs.placed(shape, (first + start).to(dtype), (first + stop).to(dtype), full)
+
+    @staticmethod
+    def placed(shape: tuple[int, int, int, int], begin: Tensor, end: Tensor, full: Tensor) -> Runs:
+        """As `assembled`, of pieces that begin and end at places: see `places_of`."""
+        begin, order = torch.sort(begin)
+        end, full = end.index_select(0, order), full.index_select(0, order)
+        if len(begin):
+            joins = (begin[1:] == end[:-1]) & (full[1:] == full[:-1])
             first = torch.nn.functional.pad(~joins, (1, 0), value=True).nonzero().squeeze(1)
             last = torch.nn.functional.pad(~joins, (0, 1), value=True).nonzero().squeeze(1)
-            row, start, full = (x.index_select(0, first) for x in (row, start, full))
-            stop = stop.index_select(0, last)
-        return Runs(shape, _offsets(row, math.prod(shape[:3])), start.int(), stop.int(), full)
+            begin, full, end = begin.index_select(0, first), full.index_select(0, first), end.index_select(0, last)
+        stride, _ = places_of(shape)
+        row = begin // stride
+        line = row * stride
+        return Runs(shape, _offsets(row, math.prod(shape[:3])), (begin - line).int(), (end - line).int(), full)
 
     @staticmethod
     def of_everything(shape: tuple[int, int, int, int], ragged: bool) -> Runs:
@@ -151,6 +159,13 @@ class Runs:
         begins = (below > 0).nonzero().squeeze(1)
         first, last = border.index_select(0, begins), border.index_select(0, begins + 1)
         return Runs(shape, _offsets(column.index_select(0, begins), b * h * m), first.int(), last.int(), below.index_select(0, begins) == 2)
+
+
+def places_of(shape: tuple[int, int, int, int]) -> tuple[int, torch.dtype]:
+    """How many places a block row has, and what holds them all: block c of row r is at r * places + c. One more than blocks, so that what
+    ends with a row does not touch what begins with the next."""
+    places = shape[3] + 1
+    return places, torch.int32 if math.prod(shape[:3]) * places < 2**31 else torch.int64
 
 
 def _offsets(row: Tensor, rows: int) -> Tensor:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from flexc.sparsity.proof import Proof
-from flexc.sparsity.runs import Runs
+from flexc.sparsity.runs import Runs, places_of
 
 Tensor = torch.Tensor
 
@@ -70,33 +70,36 @@ class Found:
     def __init__(self, shape: tuple[int, int, int, int], device: torch.device):
         self.shape = shape
         self.proof = Proof(bounds=math.prod(shape))
-        self._rows, self._starts, self._stops, self._full = ([torch.zeros(0, dtype=torch.int64, device=device)] for _ in range(4))
+        self._places, self._dtype = places_of(shape)
+        # Where pieces begin and end, and whether they are full.
+        self._begins, self._ends = ([torch.zeros(0, dtype=self._dtype, device=device)] for _ in range(2))
+        self._full = [torch.zeros(0, dtype=torch.bool, device=device)]
 
     def add(self, squares: Squares, span: int, full: bool) -> None:
         """Squares whose blocks are all full, or all partial."""
         if not len(squares.entry):
             return
         n, m = self.shape[2:]
-        rows, start = squares.entry * n + squares.row * span, squares.column * span
+        row, start = squares.row * span, squares.column * span
+        begin = ((squares.entry * n + row) * self._places + start).to(self._dtype)
+        end = begin + (m - start).clamp(max=span).to(self._dtype)
         if span > 1:
-            steps = torch.arange(span, device=rows.device)
-            exists = (squares.row[:, None] * span + steps < n).flatten()
-            rows, start = (rows[:, None] + steps).flatten()[exists], start.repeat_interleave(span)[exists]
-        self._rows.append(rows)
-        self._starts.append(start)
-        self._stops.append((start + span).clamp(max=m))
-        self._full.append(torch.full_like(rows, full))
+            steps = torch.arange(span, device=row.device)
+            begin, end = ((x[:, None] + (steps * self._places).to(self._dtype)).flatten() for x in (begin, end))
+            if n % span:
+                exists = (row[:, None] + steps < n).flatten()
+                begin, end = begin[exists], end[exists]
+        self._begins.append(begin)
+        self._ends.append(end)
+        self._full.append(torch.full_like(begin, full, dtype=torch.bool))
 
     def runs(self, ragged: bool) -> Runs:
         """All pieces as runs; a `ragged` last block column is never full."""
-        row, start, stop = (torch.cat(x) for x in (self._rows, self._starts, self._stops))
-        full = torch.cat(self._full).bool()
+        begin, end, full = (torch.cat(x) for x in (self._begins, self._ends, self._full))
         if ragged:
-            last = self.shape[3] - 1
-            reaching = full & (stop > last)
-            stop = torch.where(reaching, last, stop)
-            tail, kept = row[reaching], stop > start
-            row, full = torch.cat([row[kept], tail]), torch.cat([full[kept], torch.zeros_like(tail, dtype=torch.bool)])
-            start = torch.cat([start[kept], torch.full_like(tail, last)])
-            stop = torch.cat([stop[kept], torch.full_like(tail, last + 1)])
-        return Runs.assembled(self.shape, row, start, stop, full)
+            reaching = full & ((end + 1) % self._places == 0)
+            end = end - reaching.to(self._dtype)
+            tail, kept = end[reaching], end > begin
+            begin, end = torch.cat([begin[kept], tail]), torch.cat([end[kept], tail + 1])
+            full = torch.cat([full[kept], torch.zeros_like(tail, dtype=torch.bool)])
+        return Runs.placed(self.shape, begin, end, full)
