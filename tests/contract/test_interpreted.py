@@ -1,8 +1,9 @@
 """Every case of the contract on Triton's interpreter, which needs no GPU.
 
 `TRITON_INTERPRET=1` changes what `@triton.jit` makes, for the whole process: so the cases run in worker processes, one for each core, and
-the tests of this process still see the compiler. All cases that were selected start at once; each test waits for its own. float16 and
-float32 only: in bfloat16 the interpreter's `tl.dot` multiplies bit patterns.
+the tests of this process still see the compiler. All cases that were selected start at once; each test waits for its own. Where
+pytest-xdist hands out the tests, a process does not know which will be its own: then a case starts with its test, and none runs twice.
+float16 and float32 only: in bfloat16 the interpreter's `tl.dot` multiplies bit patterns.
 """
 
 import multiprocessing
@@ -27,12 +28,14 @@ def failures(request):
     """(name, dtype) → a call that waits for the case and says what failed."""
     sharing = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     pool = interpreting_workers(max(1, (os.cpu_count() or 1) // sharing))
-    selected = [item.callspec.params for item in request.session.items if item.fspath == request.node.fspath]
+    own = [] if "PYTEST_XDIST_WORKER" in os.environ else request.session.items
+    selected = [item.callspec.params for item in own if item.fspath == request.node.fspath]
     running = {(p["name"], p["dtype"]): pool.submit(failure_of, p["name"], "triton", "cpu", p["dtype"]) for p in selected}
 
     def wait(name, dtype):
         try:
-            return running[name, dtype].result()
+            started = running.get((name, dtype)) or pool.submit(failure_of, name, "triton", "cpu", dtype)
+            return started.result()
         except BrokenProcessPool:
             pass
         # Some case killed its process, and with it all that were waiting: was it this one?
