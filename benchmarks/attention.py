@@ -19,7 +19,7 @@ from pathlib import Path
 
 import tables
 import torch
-from measure import FIELDS, circumstances, describe, flops, interleaved
+from measure import FIELDS, append, circumstances, describe, flops, interleaved
 from patterns import NAMES, pattern
 from systems import DEFAULT, SYSTEMS, Case, Missing, Prepared, Shape
 from turns import in_turns, wait_for_turn
@@ -215,10 +215,7 @@ def main(argv: Sequence[str] | None = None) -> list[tables.Record]:
             report(f"{name}, {shape}: {describe(error)}")
             continue
         records += found
-        if options.out:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            with options.out.open("a") as file:
-                file.writelines(json.dumps(record) + "\n" for record in found)
+        append(found, options.out)
     if records and not options.in_turn:
         tables.show(records)
     return records
@@ -233,11 +230,11 @@ def chosen(options: argparse.Namespace) -> list[tuple[Shape, str]]:
     return [(shape, name) for shape in shapes for name in options.patterns or PATTERNS]
 
 
-def side_by_side(options: argparse.Namespace, chosen: Sequence[tuple[Shape, str]]) -> list[tables.Record]:
+def side_by_side(options: argparse.Namespace, wanted: Sequence[tuple[Shape, str]]) -> list[tables.Record]:
     """Every case in a process of its own; see `turns`."""
     with tempfile.TemporaryDirectory() as folder:
         files, cases = [], []
-        for shape, name in chosen:
+        for shape, name in wanted:
             files.append(options.out or Path(folder) / f"{len(files)}.jsonl")
             sizes = (shape.B, shape.Hq, shape.Hkv, shape.Sq, shape.Skv, shape.D, shape.Dv)
             given = {

@@ -27,7 +27,7 @@ import torch
 from block_map_systems import BLOCK, SYSTEMS, Record
 from block_map_tables import line_of, show
 from mask_patterns import LONG_DOCUMENTS, NAMES, mask_pattern
-from measure import circumstances, describe
+from measure import append, circumstances, describe
 from turns import in_turns, wait_for_turn
 
 FIELDS = tuple(
@@ -182,10 +182,7 @@ def in_order(options: argparse.Namespace) -> list[Record]:
         for record in measure(*case, options.device, options.seconds, _report, options.batch, options.commit):
             records.append(record)
             print(line_of(record), flush=True)
-            if options.out:
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                with options.out.open("a") as file:
-                    file.write(json.dumps(record) + "\n")
+            append([record], options.out)
     return records
 
 

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 import torch
-from measure import circumstances
+from measure import append, circumstances
 
 HEAVY = ("sympy", "jinja2", "triton", "cutlass", "typer", "rich")  # packages that a warm process on the CPU does without
 COLUMNS = ("import_torch", "import_flexc", "first_call", "first_result", "second_call")
@@ -101,9 +101,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{cache:14}" + "".join(f"{seconds * 1e3:12.1f} ms" for seconds in medians) + f"   {runs[-1]['compiled']:>8}  {heavy}")
     if options.out:
         facts = circumstances(torch.device(options.device))
-        with options.out.open("a") as file:
-            for cache, runs in found.items():
-                file.writelines(json.dumps({"cache": cache, **run, **facts}) + "\n" for run in runs)
+        append([{"cache": cache, **run, **facts} for cache, runs in found.items() for run in runs], options.out)
 
 
 if __name__ == "__main__":

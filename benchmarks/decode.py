@@ -11,7 +11,6 @@ flexc's.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from ahead import run_ahead
-from measure import circumstances, describe, interleaved
+from measure import append, circumstances, describe, interleaved
 from rich.console import Console
 from rich.table import Table
 from systems import Missing, Shape
@@ -361,9 +360,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
                 *(torch.device(options.device), lambda text, about=about: console.print(f"{about}: {text}"), options.commit),
             )
             records += found
-            if options.out:
-                with options.out.open("a") as file:
-                    file.writelines(json.dumps(record) + "\n" for record in found)
+            append(found, options.out)
     if records:
         console.print(table(records))
     return records

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import json
 import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -85,6 +86,15 @@ def interleaved(
             if name in times:
                 times[name] += measured
     return {name: statistics.median(values) for name, values in times.items() if values}
+
+
+def append(records: Sequence[dict], file: Path | None) -> None:
+    """Write the records to the end of the file, a line each; None: nowhere."""
+    if file is None:
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as lines:
+        lines.writelines(json.dumps(record) + "\n" for record in records)
 
 
 def describe(error: BaseException) -> str:

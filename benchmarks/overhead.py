@@ -14,7 +14,6 @@ are there as `NAME-compiled`, too, inside torch.compile, and all as `NAME-graph`
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from flame import write
-from measure import circumstances, describe
+from measure import append, circumstances, describe
 from systems import Missing, Shape
 
 WINDOW = 128
@@ -217,9 +216,7 @@ def _measure(options: argparse.Namespace, names: list[str], device: torch.device
             around = around_us(problem, options.turns, options.count, name.partition("-")[2] or "auto")
             record["around_us"] = round(around, 2)
             print(f"{name:22}{around:8.1f} µs of it around the generated module", flush=True)
-    if options.out:
-        with options.out.open("a") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
+    append(records, options.out)
     if options.profile:
         for name in (name for name in times if name in PLAIN and name.startswith("flexc")):
             written = write(SYSTEMS[name](problem), options.profile, name, title, options.seconds, waiting_for(device))

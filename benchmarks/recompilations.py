@@ -11,7 +11,6 @@ step, as in a training loop, and for FlexAttention its block mask.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import circumstances, describe
+from measure import append, circumstances, describe
 
 HEADS, DIM = 4, 64
 
@@ -145,8 +144,7 @@ def main(arguments: list[str] | None = None) -> None:
             continue
         print("  ".join(f"{key} {value}" for key, value in record.items()), flush=True)
         if options.out:
-            with options.out.open("a") as file:
-                file.write(json.dumps({**record, **circumstances(torch.device(options.device))}) + "\n")
+            append([{**record, **circumstances(torch.device(options.device))}], options.out)
 
 
 if __name__ == "__main__":

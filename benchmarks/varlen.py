@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 from ahead import run_ahead
-from measure import circumstances, describe, interleaved
+from measure import append, circumstances, describe, interleaved
 from rich.console import Console
 from rich.table import Table
 from systems import Missing
@@ -261,9 +260,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
             batch = make_batch(pattern, sequences, *sizes)
             found = measure(batch, options, lambda text, about=about: console.print(f"{about}: {text}"))
             records += found
-            if options.out:
-                with options.out.open("a") as file:
-                    file.writelines(json.dumps(record) + "\n" for record in found)
+            append(found, options.out)
     if records:
         console.print(table(records))
     return records

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ from flexc.errors import InternalError, ToolchainError
 from flexc.launch import Launch
 from flexc.target import Target
 from tests.accuracy import qkv
-from tests.contract.interpreter import become_interpreter
+from tests.contract.interpreter import interpreting_workers
 
 HOPPER = Target.parse("sm_90a")
 CPU = torch.device("cpu")
@@ -238,7 +236,7 @@ def each_kernel_alone() -> str:
 
 @pytest.mark.interpret
 def test_each_kernel_runs_alone():
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=become_interpreter) as pool:
+    with interpreting_workers() as pool:
         assert not pool.submit(each_kernel_alone).result()
 
 

@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import argparse
 import collections
-import importlib
 import io
 import itertools
 import json
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-FOLDER = Path(__file__).parent.parent / "benchmarks"
+from tests.benchmark_modules import FOLDER, benchmark_modules
+
 MODULES = ("attention", "compile_time", "measure", "patterns", "systems", "tables", "turns")
 
 
 @pytest.fixture
 def bench(monkeypatch):
     """The benchmark's modules by name, found as a script finds them, and forgotten afterwards."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    for name in MODULES:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield {name: importlib.import_module(name) for name in MODULES}
-    for name in MODULES:
-        sys.modules.pop(name, None)
+    with benchmark_modules(monkeypatch, *MODULES) as modules:
+        yield modules
 
 
 def dense_mask(variant, q_len: int, kv_len: int) -> torch.Tensor:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections import OrderedDict
-from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ from flexc.ir.graph import FLOAT32, INT64, Graph, Node, ScalarInput, scalar
 from flexc.ir.ops import cast
 from tests import block_map_cases
 from tests.block_map_cases import CASES, failure_of
-from tests.contract.interpreter import become_interpreter
+from tests.contract.interpreter import interpreting_workers
 from tests.sparsity.graphs import batch, both, causal, graph_of, kv_idx, op, q_idx, read
 
 
@@ -27,7 +25,7 @@ def failures():
     """(function, arguments) → what failed in a process whose Triton interprets."""
     sharing = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     workers = max(1, (os.cpu_count() or 1) // sharing)
-    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=become_interpreter)
+    pool = interpreting_workers(workers)
     yield lambda *call: pool.submit(failure_of, *call).result()
     pool.shutdown(cancel_futures=True)
 

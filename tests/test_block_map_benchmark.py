@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
-FOLDER = Path(__file__).parent.parent / "benchmarks"
+from tests.benchmark_modules import benchmark_modules
+
 MODULES = ("block_maps", "block_map_systems", "block_map_tables", "mask_patterns", "measure", "patterns", "systems", "turns")
 CPU = torch.device("cpu")
 QUICK = ["--device", "cpu", "--seconds", "0", "--commit", "abc"]
@@ -21,12 +19,8 @@ QUICK = ["--device", "cpu", "--seconds", "0", "--commit", "abc"]
 @pytest.fixture
 def bench(monkeypatch):
     """The benchmark's modules by name, found as a script finds them, and forgotten afterwards."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    for name in MODULES:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield {name: importlib.import_module(name) for name in MODULES}
-    for name in MODULES:
-        sys.modules.pop(name, None)
+    with benchmark_modules(monkeypatch, *MODULES) as modules:
+        yield modules
 
 
 def test_out_and_compare_give_the_same_records(bench, tmp_path, capsys):

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import json
-import sys
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 
-FOLDER = Path(__file__).parent.parent / "benchmarks"
+from tests.benchmark_modules import benchmark_modules
+
 MODULES = ("decode", "ahead", "measure", "patterns", "systems")
 SMALL = ["--device", "cpu", "--shape", "2,4,2,1,320,16", "--dtype", "fp32", "--rounds", "1", "--layers", "1"]
 
 
 @pytest.fixture
 def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    for name in MODULES:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield importlib.import_module("decode")
-    for name in MODULES:
-        sys.modules.pop(name, None)
+    with benchmark_modules(monkeypatch, *MODULES) as modules:
+        yield modules["decode"]
 
 
 def test_every_system_that_can_is_measured_and_agrees(bench, tmp_path, capsys):

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-FOLDER = Path(__file__).parent.parent / "benchmarks"
+from tests.benchmark_modules import benchmark_modules
+
 MODULES = ("varlen", "ahead", "measure", "patterns", "systems")
 SMALL = ["--device", "cpu", "--tokens", "90", "--heads", "2", "--dim", "16", "--sequences", "4", "--dtype", "fp32", "--rounds", "1"]
 
 
 @pytest.fixture
 def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    for name in MODULES:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield importlib.import_module("varlen")
-    for name in MODULES:
-        sys.modules.pop(name, None)
+    with benchmark_modules(monkeypatch, *MODULES) as modules:
+        yield modules["varlen"]
 
 
 def test_both_routes_are_measured_and_agree(bench, tmp_path, capsys):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
-
 import pytest
 import torch
 
-from tests.contract.interpreter import become_interpreter
+from tests.contract.interpreter import interpreting_workers
 
 pytestmark = pytest.mark.interpret
 
@@ -17,7 +14,7 @@ NAMES = ["documents", "alibi_learned", "natten_simple", "flamingo", "latent_rope
 
 @pytest.fixture(scope="module")
 def interpreting():
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=become_interpreter) as pool:
+    with interpreting_workers() as pool:
         yield pool
 
 

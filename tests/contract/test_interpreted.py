@@ -6,21 +6,15 @@ pytest-xdist hands out the tests, a process does not know which will be its own:
 float16 and float32 only: in bfloat16 the interpreter's `tl.dot` multiplies bit patterns.
 """
 
-import multiprocessing
 import os
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 
-from tests.contract.interpreter import become_interpreter
+from tests.contract.interpreter import interpreting_workers
 from tests.contract.suite import combinations, failure_of
 
 pytestmark = pytest.mark.interpret
-
-
-def interpreting_workers(count):
-    return ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"), initializer=become_interpreter)
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from tests.contract.interpreter import interpreting_workers
+
 SECONDS = 300  # compiling included
 
 
@@ -16,6 +18,13 @@ def watchdog(seconds):
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(scope="module")
+def worker():
+    """A process whose Triton interprets."""
+    with interpreting_workers() as pool:
+        yield pool
 
 
 @pytest.fixture(autouse=True)

@@ -1,11 +1,9 @@
 """When the split kernel runs, what it plans, and on Triton's interpreter that any cut of the keys gives the same."""
 
-import multiprocessing
 import pickle
 import re
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +24,6 @@ from flexc.inference.decode import is_decoding
 from flexc.inference.places import packed
 from flexc.ir.eager import Environment, evaluate
 from flexc.target import KIB, Target
-from tests.contract.interpreter import become_interpreter
 from tests.inference import interpreted
 
 HOPPER = Target.parse("sm_90a")
@@ -36,12 +33,6 @@ SHAPES = Shapes(4, 32, 8, 1, 8192, 128, 128, torch.bfloat16)
 def module_of(score_mod=None, mask_mod=None, shapes=SHAPES):
     graph = packed(frontend.trace(score_mod, mask_mod)[0].graph, shapes.group)
     return pipeline.compile_attention(graph, shapes, HOPPER, backends.DECODE, "a test", Options(), "a test")
-
-
-@pytest.fixture(scope="module")
-def worker():
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=become_interpreter) as pool:
-        yield pool
 
 
 # --- when ----------------------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,6 @@
 """Paged caches: against the same tokens one after another, on the CPU and on Triton's interpreter, and what is refused."""
 
-import multiprocessing
 import re
-from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -13,19 +11,12 @@ from flexc.backends import Options, Shapes
 from flexc.errors import InputError, ShapeError, UnsupportedError
 from flexc.inference.places import Positions, packed
 from flexc.target import Target
-from tests.contract.interpreter import become_interpreter
 from tests.inference import interpreted
 
 
 @pytest.mark.parametrize("seed", range(25))
 def test_pages_equal_one_after_another_on_the_cpu(seed):
     assert not interpreted.paged(seed, "cpu")
-
-
-@pytest.fixture(scope="module")
-def worker():
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=become_interpreter) as pool:
-        yield pool
 
 
 @pytest.mark.interpret

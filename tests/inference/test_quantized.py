@@ -1,26 +1,16 @@
 """Caches of eight bits: against what their numbers mean, on the CPU and on Triton's interpreter, and what is refused."""
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
-
 import pytest
 import torch
 
 import flexc
 from flexc.errors import InputError, ShapeError, UnsupportedError
-from tests.contract.interpreter import become_interpreter
 from tests.inference import interpreted
 
 
 @pytest.mark.parametrize("seed", range(24))
 def test_eight_bits_give_what_they_mean_on_the_cpu(seed):
     assert not interpreted.quantized(seed, "cpu")
-
-
-@pytest.fixture(scope="module")
-def worker():
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=become_interpreter) as pool:
-        yield pool
 
 
 @pytest.mark.interpret

@@ -1,7 +1,5 @@
 """Prefill of some sequences and decoding of others in one call on a paged cache, over random batches; and what is refused."""
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -10,7 +8,6 @@ from hypothesis import HealthCheck, given, settings
 
 import flexc
 from flexc.errors import InputError, ShapeError, UnsupportedError
-from tests.contract.interpreter import become_interpreter
 from tests.inference import ragged
 
 
@@ -18,12 +15,6 @@ from tests.inference import ragged
 @settings(max_examples=60, deadline=None)
 def test_a_batch_equals_a_run_for_each_sequence_on_the_cpu(batch):
     assert not ragged.wrong(batch, "cpu")
-
-
-@pytest.fixture(scope="module")
-def worker():
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=become_interpreter) as pool:
-        yield pool
 
 
 @pytest.mark.interpret

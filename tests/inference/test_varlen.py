@@ -1,8 +1,5 @@
 """Packed sequences: against a run for each, on the CPU and on Triton's interpreter; nested tensors; and what is refused."""
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
-
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -11,19 +8,12 @@ import flexc
 from flexc import pipeline
 from flexc.errors import InputError, ShapeError
 from flexc.inference import varlen
-from tests.contract.interpreter import become_interpreter
 from tests.inference import interpreted
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_packed_sequences_equal_separate_runs_on_the_cpu(seed):
     assert not interpreted.varlen(seed, "cpu")
-
-
-@pytest.fixture(scope="module")
-def worker():
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=become_interpreter) as pool:
-        yield pool
 
 
 @pytest.mark.interpret

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import signal
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
-FOLDER = Path(__file__).parent.parent.parent / "benchmarks"
+from tests.benchmark_modules import benchmark_modules
+
 MODULES = ("overhead", "flame", "measure", "systems", "patterns")
 
 
 @pytest.fixture
 def overhead(monkeypatch):
     """The benchmark, found as a script finds its modules, and forgotten afterwards."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    for name in MODULES:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield importlib.import_module("overhead")
-    for name in MODULES:
-        sys.modules.pop(name, None)
+    with benchmark_modules(monkeypatch, *MODULES) as modules:
+        yield modules["overhead"]
 
 
 @pytest.fixture

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parent.parent.parent / "benchmarks"
+from tests.benchmark_modules import benchmark_modules
 
 
 @pytest.fixture
 def program(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    for name in ("recompilations", "measure"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield importlib.import_module("recompilations")
-    for name in ("recompilations", "measure"):
-        sys.modules.pop(name, None)
+    with benchmark_modules(monkeypatch, "recompilations", "measure") as modules:
+        yield modules["recompilations"]
 
 
 def test_flexc_compiles_twice(program, tmp_path, monkeypatch, capsys):
