@@ -333,7 +333,13 @@ TRITON = Backend(
 )
 CUTE_BACKWARD = Backend(
     name="cute",
-    templates=("cute/backward.py.j2", "cute/backward_queue.py.j2", "cute/backward_each.py.j2", "cute/backward_host.py.j2"),
+    templates=(
+        "cute/backward.py.j2",
+        "cute/backward_queue.py.j2",
+        "cute/backward_each.py.j2",
+        "cute/backward_host.py.j2",
+        "cute/sections.py.j2",
+    ),
     lower=lambda graph: _base2.lower_to_base2(_derivative.differentiate(graph)),
     plan=_plan_cute_backward,
     reads=lambda s: ("backward", s.dtype, s.head_dim, s.head_dim_v, s.group, s.bulk),
@@ -347,7 +353,7 @@ CUTE_BACKWARD = Backend(
 )
 CUTE = Backend(
     name="cute",
-    templates=("cute/forward.py.j2", "cute/host.py.j2"),
+    templates=("cute/forward.py.j2", "cute/host.py.j2", "cute/sections.py.j2"),
     lower=lambda graph: _base2.lower_to_base2(_derivative.differentiate(graph)),
     plan=_plan_cute,
     reads=lambda s: (s.dtype, s.head_dim, s.head_dim_v, s.group, s.bulk),

@@ -16,8 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 
-_ABSENT = object()
-
 
 @dataclass(frozen=True)
 class Source:

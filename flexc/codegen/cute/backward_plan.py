@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from flexc.codegen.cute.backward_kernel import print_backward
 from flexc.codegen.cute.backward_terms import gradient_slots
 from flexc.codegen.cute.plan import refuse_unsupported
+from flexc.codegen.plans import Listed
 from flexc.errors import UnsupportedError
 from flexc.ir.graph import Graph
 from flexc.target import KIB, Target
 
 GROUPS = 2  # warpgroups that compute; one more loads, and adds to the gradient of the queries
 REGISTERS = (240, 24)  # of a thread that computes, of the others
-SPLITS = ("keys", "dims")
 _ELEMENT_BYTES = 2
 _BARRIER_BYTES = KIB
 
@@ -44,7 +44,7 @@ class BackwardTile:
 
 
 @dataclass(frozen=True)
-class BackwardPlan:
+class BackwardPlan(Listed):
     """What `emit_backward` needs to know; two equal plans of equal graphs give the same text.
 
     Attributes:
@@ -78,9 +78,6 @@ class BackwardPlan:
     deterministic: bool
     smem_bytes: int
     registers: tuple[int, int]
-
-    def __str__(self) -> str:
-        return "\n".join(f"{f.name:16} {getattr(self, f.name)}" for f in fields(self))
 
 
 # (D, Dv) after padding → tiles, best first, without a mask and with one, whose tiles are of uneven length. A warpgroup's share of the

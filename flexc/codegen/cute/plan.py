@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from flexc.codegen.cute.kernel import MAX_TOKENS, print_kernel
+from flexc.codegen.plans import Listed
 from flexc.errors import UnsupportedError
 from flexc.ir.bounds import bounds
 from flexc.ir.graph import FLOAT32, Graph, const_value, inputs_of, topological
@@ -66,7 +67,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Listed):
     """What `emit` needs to know; two equal plans of equal graphs give the same text.
 
     Attributes:
@@ -110,9 +111,6 @@ class Plan:
     smem_bytes: int
     registers: tuple[int, int]
     max_scores: bool = False
-
-    def __str__(self) -> str:
-        return "\n".join(f"{f.name:16} {getattr(self, f.name)}" for f in fields(self))
 
 
 def padded(head_dim: int) -> int:

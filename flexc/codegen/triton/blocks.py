@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from flexc.codegen.levels import COLUMN, ELEMENT, ROW, TILE, captured, position_bounds
+from flexc.codegen.plans import Listed
 from flexc.codegen.templates import header_of, render
 from flexc.codegen.triton.blocks_program import Program, Table, bounds_program
 from flexc.codegen.triton.blocks_text import HELPERS, Statements, statements
@@ -33,7 +34,7 @@ _SPAN = 64  # blocks decided together by one vector, and along a square that is 
 
 
 @dataclass(frozen=True)
-class BlocksPlan:
+class BlocksPlan(Listed):
     """What the kernels of a block map are made for; sizes and values are arguments.
 
     Attributes:
@@ -57,9 +58,6 @@ class BlocksPlan:
     slab: tuple[int, int] = (8, 128)
     warps: int = 4
     interpreted: bool = False
-
-    def __str__(self) -> str:
-        return "\n".join(f"{f.name:16} {getattr(self, f.name)}" for f in fields(self))
 
 
 def plan_blocks(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from flexc.codegen.levels import COLUMN, ELEMENT, rate_levels
+from flexc.codegen.plans import Listed
 from flexc.codegen.triton.decode_range import key_range
-from flexc.codegen.triton.plan import MAX_HEAD_DIM, tanh_form
+from flexc.codegen.triton.plan import refuse_unsupported, tanh_form
 from flexc.codegen.triton.tiles import ELEMENT_BYTES, Tile, chunked
 from flexc.errors import UnsupportedError
 from flexc.ir.graph import Graph, topological
@@ -18,7 +19,7 @@ _ROWS = (16, 32, 64)  # the least that a matrix product takes; what a warp group
 
 
 @dataclass(frozen=True)
-class DecodePlan:
+class DecodePlan(Listed):
     """What `emit_decode` needs to know; two equal plans of equal graphs give the same text.
 
     Attributes:
@@ -65,9 +66,6 @@ class DecodePlan:
     input_precision: str
     interpreted: bool = False
 
-    def __str__(self) -> str:
-        return "\n".join(f"{f.name:16} {getattr(self, f.name)}" for f in fields(self))
-
 
 def tile_rows(packed_rows: int, width: int, dtype: str) -> int:
     """Rows of the tile for so many packed queries of a key/value head; wide ones, D + Dv, and those of float32 take more room.
@@ -112,12 +110,9 @@ def plan_decode(
     Raises:
         UnsupportedError: the dtype or head dimension has no Triton kernel.
     """
-    if dtype not in ELEMENT_BYTES:
-        raise UnsupportedError(f"dtype {dtype} on the triton backend: expected float16, bfloat16 or float32")
+    refuse_unsupported(dtype, max(head_dim, head_dim_v))
     if cache and dtype == "float32":
         raise UnsupportedError("keys and values of eight bits with float32 queries, on every GPU: expected float16 or bfloat16 queries")
-    if max(head_dim, head_dim_v) > MAX_HEAD_DIM:
-        raise UnsupportedError(f"head dimension on the triton backend: expected at most {MAX_HEAD_DIM}, got {max(head_dim, head_dim_v)}")
     walk = "dense" if graph.mask is None else "runs" if key_range(graph, partly=ragged) is None else "range"
     tile = tile or _tile(rows, head_dim, head_dim_v, target, dtype, cache)
     by_smem = target.smem_bytes_per_sm // (smem_bytes(tile, head_dim, head_dim_v, dtype, cache) + KIB)

@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+from flexc.codegen.plans import Listed
 from flexc.codegen.triton.tiles import ELEMENT_BYTES, Tile, candidates, chunked, is_asynchronous
 from flexc.errors import UnsupportedError
 from flexc.ir.collisions import DIAGONAL, gradient_terms, is_diagonal
@@ -17,7 +18,7 @@ MAX_TOKENS = 2**24  # positions are exact in float32 below it
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Listed):
     """What `emit` needs to know; two equal plans of equal graphs give the same text.
 
     Attributes:
@@ -56,10 +57,17 @@ class Plan:
     interpreted: bool = False
     max_scores: bool = False
 
-    def __str__(self) -> str:
-        from dataclasses import fields
 
-        return "\n".join(f"{f.name:16} {getattr(self, f.name)}" for f in fields(self))
+def refuse_unsupported(dtype: str, head_dim: int) -> None:
+    """Refuse what no Triton kernel has; `head_dim` is the larger of the two.
+
+    Raises:
+        UnsupportedError: the dtype or head dimension.
+    """
+    if dtype not in ELEMENT_BYTES:
+        raise UnsupportedError(f"dtype {dtype} on the triton backend: expected float16, bfloat16 or float32")
+    if head_dim > MAX_HEAD_DIM:
+        raise UnsupportedError(f"head dimension on the triton backend: expected at most {MAX_HEAD_DIM}, got {head_dim}")
 
 
 def make_plan(
@@ -93,10 +101,7 @@ def make_plan(
     Raises:
         UnsupportedError: the dtype or head dimension has no Triton kernel.
     """
-    if dtype not in ELEMENT_BYTES:
-        raise UnsupportedError(f"dtype {dtype} on the triton backend: expected float16, bfloat16 or float32")
-    if max(head_dim, head_dim_v) > MAX_HEAD_DIM:
-        raise UnsupportedError(f"head dimension on the triton backend: expected at most {MAX_HEAD_DIM}, got {max(head_dim, head_dim_v)}")
+    refuse_unsupported(dtype, max(head_dim, head_dim_v))
     chosen: dict[str, Tile] = dict(tiles or {})
     for kind in ("forward", "dq", "dkv"):
         if kind not in chosen:

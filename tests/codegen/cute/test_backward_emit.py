@@ -22,7 +22,13 @@ from flexc.pipeline import compile_for
 from flexc.runtime.module import load_module
 from tests.codegen.cute.texts import HOPPER, VARIANTS, alibi, causal, documents, function, lowered, softcap, window
 
-TEMPLATES = ("cute/backward.py.j2", "cute/backward_queue.py.j2", "cute/backward_each.py.j2", "cute/backward_host.py.j2")
+TEMPLATES = (
+    "cute/backward.py.j2",
+    "cute/backward_queue.py.j2",
+    "cute/backward_each.py.j2",
+    "cute/backward_host.py.j2",
+    "cute/sections.py.j2",
+)
 WALK = SimpleNamespace(**{name: torch.zeros(4, dtype=torch.int32) for name in "rows partial full order".split()})
 
 

@@ -34,7 +34,7 @@ from tests.codegen.cute.texts import (
     window,
 )
 
-TEMPLATES = ("cute/forward.py.j2", "cute/host.py.j2")
+TEMPLATES = ("cute/forward.py.j2", "cute/host.py.j2", "cute/sections.py.j2")
 
 
 def printed(*functions) -> Kernel:
