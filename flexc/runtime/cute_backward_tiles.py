@@ -203,6 +203,16 @@ def publish_shared():
 
 
 @cute.jit
+def clear_floats(target, count: cutlass.Constexpr, thread):
+    """Sets `count` float32 numbers in global memory to 0, 16 bytes at a time; for 128 threads."""
+    four = cute.make_rmem_tensor(4, Float32)
+    four.fill(0.0)
+    for i in cutlass.range_constexpr(count // (4 * GROUP_THREADS)):
+        at = cute.assume(4 * (thread + GROUP_THREADS * i), divby=4)
+        cute.autovec_copy(four, cute.make_tensor(target + at, cute.make_layout(4)))
+
+
+@cute.jit
 def load_sums(source, target, count: cutlass.Constexpr, barrier):
     """`count` float32 numbers from global to shared memory; a whole warp calls, one thread copies."""
     with cute.arch.elect_one():
@@ -254,6 +264,16 @@ def fill_part(buffer, part, group, size: cutlass.Constexpr, thread):
     cute.autovec_copy(cute.make_tensor(part.iterator, cute.make_layout((4, fours))), target)
     publish_shared()
     cute.arch.barrier_arrive(barrier_id=FULL + group, number_of_threads=WARP_TOO)
+
+
+@cute.jit
+def add_registers(target, fragment):
+    """Adds a fragment to sums in global memory: registers in fours, those of 128 threads in a row; `target`: of the thread's first."""
+    for four in cutlass.range_constexpr(cute.size(fragment) // 4):
+        cute.arch.inline_ptx(
+            "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+            read_only_args=[(target + 4 * GROUP_THREADS * four).toint(), *(fragment[4 * four + i] for i in range(4))],
+        )
 
 
 @cute.jit

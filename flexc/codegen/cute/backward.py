@@ -73,6 +73,7 @@ def _signatures(
             of_rows("dlse"),
             'number("has_dlse", "int32")',
             row_sums,
+            dq_sums,
         ],
         "backward": [
             given("q", "heads", "q_len", dim),

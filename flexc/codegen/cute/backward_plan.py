@@ -30,6 +30,8 @@ class BackwardTile:
             queries' scores each and half of every gradient's dimensions; weights go through shared memory.
         stages: buffers of queries and of the output's gradients.
         queue: one block of threads for each SM, tiles from a counter; otherwise one for each tile.
+        direct: computing threads add to the gradient of the queries from their registers; otherwise they hand it, in shared memory, to a
+            warp that adds it, which is faster where there is room for both. Not together with a queue, nor in a fixed order.
     """
 
     rows: int
@@ -37,10 +39,11 @@ class BackwardTile:
     split: str = "keys"
     stages: int = 2
     queue: bool = False
+    direct: bool = False
 
     def __str__(self) -> str:
         words = [f"{self.rows}x{self.columns} by {self.split}", f"{self.stages} stages"]
-        return ", ".join([*words, *(["queue"] if self.queue else [])])
+        return ", ".join([*words, *(["queue"] if self.queue else []), *(["direct"] if self.direct else [])])
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ class BackwardPlan(Listed):
 
 # (D, Dv) after padding → tiles, best first, without a mask and with one, whose tiles are of uneven length. A warpgroup's share of the
 # dimensions must be whole rows of a swizzled buffer, 64 numbers. At D = 64 the registers do not suffice for a queue as well.
-_WIDE = (BackwardTile(64, 64, "dims", 1),)
+_WIDE = (BackwardTile(64, 64, "dims", 2, direct=True), BackwardTile(64, 64, "dims", 1))
 _TILES: dict[tuple[int, int], tuple[tuple[BackwardTile, ...], tuple[BackwardTile, ...]]] = {
     (64, 64): ((BackwardTile(128, 128),), (BackwardTile(128, 128),)),
     (128, 128): ((BackwardTile(64, 128),), (BackwardTile(64, 128, queue=True), BackwardTile(64, 128))),
@@ -100,16 +103,18 @@ def backward_smem_bytes(tile: BackwardTile, padded_dim: int, padded_dim_v: int, 
     streamed = tile.stages * tile.rows * (padded_dim + padded_dim_v)
     kept = tile.columns * (padded_dim + padded_dim_v)
     exchanged = 2 * tile.rows * tile.columns * (2 if tile.split == "dims" else 1)
-    floats = 4 * (tile.rows * padded_dim + tile.stages * (2 * tile.rows + 4))
+    handed = 0 if tile.direct else tile.rows * padded_dim
+    floats = 4 * (handed + tile.stages * (2 * tile.rows + 4))
     staged = -(-2 * GROUPS * tile.rows * column_bytes // KIB) * KIB
     return _BARRIER_BYTES + staged + floats + _ELEMENT_BYTES * (streamed + kept + exchanged)
 
 
 def backward_candidates(
-    target: Target, padded_dim: int, padded_dim_v: int, column_bytes: int = 0, *, has_mask: bool = False
+    target: Target, padded_dim: int, padded_dim_v: int, column_bytes: int = 0, *, has_mask: bool = False, deterministic: bool = False
 ) -> list[BackwardTile]:
     """Tiles that fit the target, best guess first."""
     listed = _TILES.get((padded_dim, padded_dim_v), (_WIDE, _WIDE))[int(has_mask)]
+    listed = [tile for tile in listed if not (deterministic and tile.direct)]
     return [tile for tile in listed if backward_smem_bytes(tile, padded_dim, padded_dim_v, column_bytes) <= target.smem_bytes]
 
 
@@ -144,7 +149,10 @@ def make_backward_plan(
     exact = precision == "exact"
     approximate = not exact and dtype == "bfloat16"
     column_bytes = print_backward(graph, approximate=approximate, exact=exact).column_bytes
-    fitting = backward_candidates(target, wide, wide_v, column_bytes, has_mask=has_mask) if tile is None else [tile]
+    if tile is None:
+        fitting = backward_candidates(target, wide, wide_v, column_bytes, has_mask=has_mask, deterministic=deterministic)
+    else:
+        fitting = [tile]
     if not fitting or backward_smem_bytes(fitting[0], wide, wide_v, column_bytes) > target.smem_bytes:
         raise UnsupportedError(
             f"head dimensions ({head_dim}, {head_dim_v}) with {column_bytes} bytes of captured values a query in the backward kernel of "

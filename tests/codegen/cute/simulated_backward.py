@@ -322,6 +322,18 @@ class Machine:
             _here.turn = "added"
         target.memory.flat[into : into + count] += source.memory.flat[first : first + count]
 
+    def add_registers(self, target: Pointer, fragment: Registers) -> None:
+        assert not self.plan.deterministic, "an addition without a turn"
+        assert not fragment.busy, "a product still writes what is added"
+        first = spread(target.offset).astype(np.int64)
+        for i in range(len(fragment.items)):
+            np.add.at(target.memory.flat, first + 512 * (i // 4) + i % 4, spread(fragment.items[i].value).astype(np.float32))
+
+    def clear_floats(self, target: Pointer, count: int, thread: Any) -> None:
+        first = int(spread(target.offset)[0])
+        assert first + count <= len(target.memory.flat)
+        target.memory.flat[first : first + count] = 0.0
+
     def wait_for_turn(self, turns: Memory, block: Any, part: Any, rank: Any) -> None:
         """Blocks of threads run one after the other, in the order of their tiles, so that nobody has to wait."""
         assert int(turns.load(2 * int(block) + int(part))) == int(rank), "an addition out of turn"
@@ -498,7 +510,7 @@ def simulate_backward(
     hardware = {
         name: getattr(machine, name)
         for name in (
-            "load_sums add_floats wait_for_turn end_turn publish_shared begin begin_from_registers "
+            "load_sums add_floats add_registers clear_floats wait_for_turn end_turn publish_shared begin begin_from_registers "
             "store_scores stage_rows pair_of row_product"
         ).split()
     }
@@ -526,7 +538,7 @@ def simulate_backward(
     kv_heads, kv_len = k.shape[1:3]
     blocks = -(-q_len // t.rows)
     sums = Memory(np.full(batch * heads * blocks * (2 * t.rows + 4), np.nan, np.float32))
-    dq_sums = Memory(np.zeros(batch * heads * blocks * t.rows * plan.padded_dim, np.float32))
+    dq_sums = Memory(np.full(batch * heads * blocks * t.rows * plan.padded_dim, np.nan, np.float32))
     dq, dk, dv = (torch.full(x.shape, float("nan"), dtype=q.dtype) for x in (q, k, v))
 
     def launch(name: str, count: int, warps: int, first_group: int, *arguments: Any) -> None:
@@ -538,7 +550,7 @@ def simulate_backward(
         return SimpleNamespace(shape=[Int32(n) for n in x.shape], values=x)
 
     flat = [Memory(x.contiguous().view(-1).float().numpy()) for x in (lse, lse if dlse is None else dlse)]
-    launch("row_sums", batch * heads * blocks, 4, 0, whole(out), whole(dout), *flat, Int32(0 if dlse is None else 1), sums)
+    launch("row_sums", batch * heads * blocks, 4, 0, whole(out), whole(dout), *flat, Int32(0 if dlse is None else 1), sums, dq_sums)
     assert not np.isnan(sums.flat.reshape(-1, 2 * t.rows + 4)[:, : 2 * t.rows + 1]).any(), "a row has no sums"
     arguments: list[Any] = []
     if walk is not None:

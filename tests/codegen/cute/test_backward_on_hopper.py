@@ -40,13 +40,18 @@ SCORES = [
 
 
 def gradients(attention, leaves, learned, dout, dlse):
+    """Zeros where no pair is left that a captured tensor could have a gradient by."""
     out, lse = attention(*leaves)
     loss = (out * dout).sum() + torch.where(lse.isfinite(), lse * dlse, 0.0).sum()
-    return torch.autograd.grad(loss, [*leaves, *learned])
+    return torch.autograd.grad(loss, [*leaves, *learned], allow_unused=True, materialize_grads=True)
 
 
 def check_gradients(functions, learned, inputs, dout, dlse, **options):
-    """Gradients of the inputs and of what is learned, against the reference in float64."""
+    """Gradients of the inputs and of what is learned, against the reference in float64.
+
+    Of the forward pass the output is kept, made of rounded weights and rounded itself, and delta comes from it. What that changes is the
+    gradient of lse by the roundings' product with dout: an error that eager PyTorch, which keeps its weights, does not make.
+    """
     score_mod, mask_mod = functions
     kernel = flexc.attention(score_mod, mask_mod, **options)
 
@@ -58,9 +63,14 @@ def check_gradients(functions, learned, inputs, dout, dlse, **options):
     rough = gradients(lambda *x: eager(*functions, *x), [x.detach().requires_grad_() for x in inputs], learned, dout, dlse)
     doubles = [x.detach().double().requires_grad_() for x in inputs]
     truth = gradients(lambda *x: reference(*functions, *x), doubles, learned, dout.double(), dlse.double())
+    with torch.no_grad():
+        out, _ = reference(*functions, *doubles)
+        by_rounding = ((out.to(dout.dtype).double() - out) * dout.double()).sum(-1)
+    rounded = gradients(lambda *x: reference(*functions, *x), doubles, learned, 0 * dout.double(), by_rounding)
     rounding = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-20}[inputs[0].dtype]
-    for x, near, true in zip(found, rough, truth, strict=True):
-        assert_as_accurate_as_eager(x, near, true, floor=rounding * float(true.abs().max()) + 1e-6)
+    for x, near, true, change in zip(found, rough, truth, rounded, strict=True):
+        floor = rounding * float(true.abs().max()) + 3 * float(change.abs().max()) + 1e-6
+        assert_as_accurate_as_eager(x, near, true, floor=floor)
 
 
 @pytest.mark.slow

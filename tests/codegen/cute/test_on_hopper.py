@@ -127,6 +127,7 @@ def test_random_shapes_strides_and_masks(number, batch, q_len, kv_len, layouts, 
 def test_largest_scores(score):
     """Of rows without keys, too; and asking for them changes nothing else but the place where weights are rounded."""
     values = Values(3, 4, 300, 200)
+    values.count[[0, 77, 299]] = 0
     functions = SCORES[score](values), MASKS[3](values)
     kernel = flexc.attention(*functions, backend="cute")
     random = torch.Generator("cuda").manual_seed(2)
