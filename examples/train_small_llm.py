@@ -16,7 +16,9 @@ rounding of bfloat16, a forgotten derivative passed in the configuration for tes
 from __future__ import annotations
 
 import argparse
+import itertools
 import pydoc_data.topics
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -158,7 +160,7 @@ def train(name: str, config: Config, attentions: tuple[Attention, Attention], te
     warm = max(config.steps // 10, 1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / warm, 1.0))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    losses, start = [], time.perf_counter()
+    losses, ended = [], [time.perf_counter()]
     with Progress(*columns, TextColumn("loss {task.fields[loss]:.3f}")) as progress:
         task = progress.add_task(f"{name:5}", total=config.steps, loss=float("nan"))
         for _ in range(config.steps):
@@ -171,10 +173,11 @@ def train(name: str, config: Config, attentions: tuple[Attention, Attention], te
             optimizer.step()
             schedule.step()
             losses.append(loss.item())
+            ended.append(time.perf_counter())
             progress.update(task, advance=1, loss=losses[-1])
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    each = (time.perf_counter() - start) / config.steps * 1e3
-    print(f"{name:5}: {parameters:,} parameters, {each:.0f} ms a step, loss {losses[0]:.4f} → {last(losses):.4f}")
+    each = statistics.median(after - before for before, after in itertools.pairwise(ended)) * 1e3
+    print(f"{name:5}: {parameters:,} parameters, {each:.0f} ms a step (median), loss {losses[0]:.4f} → {last(losses):.4f}")
     return losses, model
 
 
