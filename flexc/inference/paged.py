@@ -19,7 +19,7 @@ from flexc.backends import Shapes
 from flexc.errors import InputError, ShapeError, UnsupportedError
 from flexc.inference.decode import rows_of
 from flexc.inference.places import MAX_POSITION, Positions, packed, positions_of
-from flexc.inference.quantized import Scales, is_quantized, meant, refuse_scales_of_wide, scales_of
+from flexc.inference.quantized import Scales, is_quantized, is_readable, meant, refuse_scales_of_wide, scales_of
 from flexc.launch import Launch
 
 if TYPE_CHECKING:
@@ -323,7 +323,7 @@ def _attend_split(
     artifact = pipeline.artifact_for(trace, shapes, target, backends.DECODE, reason, kernel._options, kernel.__name__)
     launch = Launch(artifact, rows_of(shapes), scale, binding.scalars, kernel._options, kernel.__name__, maps_by_kernels=True)
     kernel._last = (launch, tensors, q.device)
-    keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values))
+    keys, values = (x if is_readable(x) else x.contiguous() for x in (keys, values))
     addresses = cache.addresses
     if queries and not launch.has_no_pairs:
         addresses = *addresses, queries.tiles(shapes.group, artifact.plan.forward.rows)

@@ -32,6 +32,16 @@ def is_quantized(x: Tensor) -> bool:
     return x.dtype in DTYPES
 
 
+def is_readable(x: Tensor) -> bool:
+    """Whether kernels read the keys or values of a cache where they are.
+
+    Those of eight bits are read two at a time, if the head dim is even: then each row is to begin at an even address.
+    """
+    if x.stride(-1) != 1:
+        return False
+    return not is_quantized(x) or x.shape[-1] % 2 == 1 or (x.data_ptr() % 2 == 0 and not any(stride % 2 for stride in x.stride()[:-1]))
+
+
 def scales_of(k_scale: Tensor | None, v_scale: Tensor | None, k: Tensor, v: Tensor, order: tuple[int, ...] = (0, 1, 2)) -> Scales:
     """The scales of k and v [N, Hkv, S, D], given for all, for each head, or for each token and head; None for 1.
 

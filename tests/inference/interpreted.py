@@ -56,6 +56,29 @@ def drawn(seed: int) -> str:
     return "" if off < 1e-4 else f"seed {seed}: lse off by {off}"
 
 
+def ends_of_every_token(by_head: bool) -> str:
+    """Several tokens in a tile, each with four query heads: the tile's keys are those of all of them, also where heads see other keys."""
+    q, k, v = qkv(2, 8, 2, 9, LEAST_KEYS + 60, 16)
+    lengths = torch.tensor([LEAST_KEYS + 60, 100], dtype=torch.int32)
+    for entry, length in enumerate(lengths.tolist()):
+        k[entry, :, length:] = v[entry, :, length:] = math.nan
+    mask_mod = (lambda b, h, i, j: (i >= j) & (i - j < 3 + 20 * (h % 4))) if by_head else (lambda b, h, i, j: (i >= j) & (i - j < 12))
+    kernel = flexc.attention(None, mask_mod, backend="triton")
+    object.__setattr__(kernel._options, "tiles", (("decode", Tile(16, 16, 4, 2)),))
+    positions = {"q_offset": lengths - 9, "kv_len": lengths}
+    out, (expected, _) = kernel(q, k, v, **positions), reference(None, mask_mod, q, k, v, **positions)
+    return "" if (out - expected).abs().max() < 1e-5 else f"off by {(out - expected).abs().max()}"
+
+
+def whole_entries() -> str:
+    """As many entries as programs, without a mask: nothing is combined, and nothing is left out."""
+    q, k, v = qkv(3, 2, 1, 1, LEAST_KEYS + 5, 16)
+    kernel = flexc.attention(backend="triton")
+    out, aux = kernel(q, k, v, return_lse=True)
+    expected, lse = reference(None, None, q, k, v)
+    return "" if max((out - expected).abs().max(), (aux.lse - lse).abs().max()) < 1e-5 else f"off by {(out - expected).abs().max()}"
+
+
 def with_a_gradient_the_ordinary_kernel_runs() -> str:
     """And says so."""
     q, k, v = qkv(1, 2, 1, 1, LEAST_KEYS, 16)
@@ -250,9 +273,10 @@ def quantized(seed: int, backend: str = "triton", device: str = "cpu", dtype: to
         return numbers, scale, numbers.double() * spread.double()
 
     size = 1e-2 if kind == "token" else 3.0
-    k, k_scale, true_k = cache(16, 0.05 if eight == torch.int8 else 0.4)
-    v, v_scale, true_v = cache(24, size)
-    q = torch.randn(batch, group * kv_heads, q_len, 16, generator=generator).to(dtype) * draw.choice(
+    dim, dim_v = draw.choice([(16, 24), (16, 24), (17, 24), (48, 80)])
+    k, k_scale, true_k = cache(dim, (0.05 if eight == torch.int8 else 0.4) * 4 / dim**0.5)
+    v, v_scale, true_v = cache(dim_v, size)
+    q = torch.randn(batch, group * kv_heads, q_len, dim, generator=generator).to(dtype) * draw.choice(
         [1.0, 1e3 if dtype == torch.bfloat16 else 1.0]
     )
     score_mod, mask_mod = (lambda s, b, h, i, j: 15 * torch.tanh(s / 15)), draw.choice([None, lambda b, h, i, j: i >= j])
@@ -279,3 +303,39 @@ def quantized(seed: int, backend: str = "triton", device: str = "cpu", dtype: to
     off_lse = (aux.lse.cpu().double() - lse).abs().max().item()
     allowed = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[dtype]
     return "" if off < allowed and off_lse < 10 * allowed else f"seed {seed}: {eight}, {kind}, page {page}: off by {off}, lse by {off_lse}"
+
+
+def queries_of_any_size(eight: torch.dtype, of_tokens: bool, backend: str = "triton", device: str = "cpu") -> str:
+    """Rows of bfloat16 that float16 does not hold, 0, with an infinity, and of usual size, in one tile.
+
+    Another head has a key of NaN, for which Triton's interpreter reads a number. Scores stay below 2^30: of larger ones a GPU, which rounds
+    score times scale less the maximum once, knows the difference no better than by what 2^x has no numbers for.
+    """
+    warnings.simplefilter("ignore")
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.tensor([1.0, 2.0**28, 2.0**-100, 0.0, 2.0**20])
+    q = (torch.randn(1, 2, 5, 16, generator=generator) * factors[:, None]).bfloat16()
+    q[0, 0, 0, 3] = torch.inf
+    k, v = ((torch.randn(1, 2, 300, n, generator=generator) * 20).clamp(-127, 127).to(eight) for n in (16, 32))
+    spread = torch.rand(1, 2, 300, generator=generator) / 40 if of_tokens else torch.full((1, 2, 300), 1 / 64)
+    scales = spread if of_tokens else spread[0, :, 0]
+    if eight == torch.float8_e4m3fn and device != "cpu":
+        k.view(torch.uint8)[0, 1, 299, 5] = 0x7F
+    expected, _ = reference(None, None, q.double(), k.double() * spread[..., None], v.double() * spread[..., None])
+    kernel = flexc.attention(backend=backend)
+    named = {"k_scale": scales.to(device), "v_scale": scales.to(device)}
+    out = kernel(q.to(device), k.to(device), v.to(device), **named).cpu().double()
+    if not torch.equal(out.isnan(), expected.isnan()) or not out[0, 0, 0].isnan().all() or out[0, 0, 1:].isnan().any():
+        return f"NaN in rows {out.isnan().any(3).nonzero().tolist()}, expected in {expected.isnan().any(3).nonzero().tolist()}"
+    off = largest((out - expected).nan_to_num()) / largest(expected.nan_to_num())
+    return "" if off < 1e-2 else f"off by {off}"
+
+
+def rows_at_odd_addresses() -> str:
+    """A cache that is part of another, each of whose tokens has an odd number of bytes."""
+    wide = [torch.randint(-100, 100, (1, 1, 300, 17), generator=torch.Generator().manual_seed(seed)).to(torch.int8) for seed in (0, 1)]
+    k, v = wide[0][..., :16], wide[1][..., 1:]
+    q, scale = torch.randn(1, 2, 1, 16, generator=torch.Generator().manual_seed(2)).half(), torch.full((), 1 / 64)
+    expected, _ = reference(None, None, q.double(), k.double() / 64, v.double() / 64)
+    out = flexc.attention(backend="triton")(q, k, v, k_scale=scale, v_scale=scale)
+    return "" if (out - expected).abs().max() < 2e-3 else f"off by {(out - expected).abs().max()}"

@@ -200,6 +200,59 @@ def test_a_mask_that_loads_nothing_for_each_key_runs_in_one_loop():
     assert len(re.findall(r"= tl\.dot\(p", source)) == 1
 
 
+def test_shares_end_where_entries_do():
+    """Where that leaves almost all programs at work: 264 of them are resident."""
+    module = module_of().module
+    assert [module.programs_for(entries) for entries in (1, 8, 64, 128, 512, 1024)] == [264, 264, 256, 256, 256, 256]
+    assert [module.programs_for(entries) for entries in (0, 100, 200, 300)] == [264] * 4
+
+
+@pytest.mark.parametrize(
+    ("batch", "kv_len", "expected"),
+    [(64, 8192, [256, 0]), (16, 8192, [256, 128 * 4]), (64, 255, [256, 512 * 4])],
+)
+def test_entries_that_one_program_reads_are_not_combined(monkeypatch, batch, kv_len, expected):
+    """Triton launches nothing on a grid of 0."""
+
+    class Noted:
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: launched.append(*grid)
+
+    module, launched = module_of().module, []
+    for name in module.LAUNCH:
+        monkeypatch.setattr(module, name, Noted())
+    q, k = (torch.empty(1, dtype=torch.bfloat16).expand(batch, heads, n, 128) for heads, n in ((32, 1), (8, kv_len)))
+    module.forward(q, k, k, 0.1, (), (), None)
+    assert launched == expected
+
+
+def test_no_kernel_runs_before_that_of_a_range_of_keys():
+    """One that did so, of a single program, took as long as to read 30 MB."""
+    causal = module_of(None, lambda b, h, i, j: i >= j)
+    assert list(causal.module.LAUNCH) == ["split_kernel", "combine_kernel"]
+    ragged = module_of(None, lambda b, h, i, j: i >= j, replace(SHAPES, page=16, ragged=True))
+    assert list(ragged.module.LAUNCH) == ["schedule_kernel", "split_kernel", "combine_kernel"]
+
+
+def test_overlapping_kernels_wait_before_they_read():
+    """Each lets the next one start, and touches no memory before those before it have ended."""
+    for mask_mod in (None, lambda b, h, i, j: i >= j, lambda b, h, i, j: (j // 64) % 2 == 0):
+        source = module_of(None, mask_mod).source
+        for name in ("split_kernel", "combine_kernel"):
+            body = source[source.index(f"def {name}") :]
+            before = body[: body.index("gdc_wait()")]
+            assert "tl.load(" not in before and "tl.store(" not in before and "schedule(" not in before
+            assert "gdc_launch_dependents()" in body[: body.index("tl.store(")]
+        assert source.count("launch_pdl=True") == 2
+
+
+def test_pages_of_a_step_are_read_once():
+    """A step of 64 keys lies in four pages of 16 tokens: four numbers, not 64."""
+    source = module_of(None, lambda b, h, i, j: i >= j, replace(SHAPES, page=16)).source
+    reads = re.findall(r"tl\.load\(pages \+ (.*)", source)
+    assert reads and all("tl.arange(0, 4)" in read and "tl.arange(0, 64)" not in read for read in reads)
+
+
 def test_a_cache_is_read_in_16_bytes_and_ahead():
     """Keys and values come by asynchronous copies of 16 bytes, three steps of them on their way."""
     artifact = module_of()
@@ -218,6 +271,17 @@ def test_a_cache_is_read_in_16_bytes_and_ahead():
 @pytest.mark.parametrize("seed", range(16))
 def test_any_cut_of_the_keys_gives_the_same(worker, seed):
     assert not worker.submit(interpreted.drawn, seed).result(timeout=300)
+
+
+@pytest.mark.interpret
+def test_entries_of_one_program_are_whole(worker):
+    assert not worker.submit(interpreted.whole_entries).result(timeout=300)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("by_head", [False, True])
+def test_keys_of_every_token_of_a_tile_are_read(worker, by_head):
+    assert not worker.submit(interpreted.ends_of_every_token, by_head).result(timeout=300)
 
 
 @pytest.mark.interpret

@@ -1,10 +1,18 @@
 """Caches of eight bits: against what their numbers mean, on the CPU and on Triton's interpreter, and what is refused."""
 
+import re
+
+import numpy as np
 import pytest
 import torch
 
 import flexc
+from flexc import backends, frontend, pipeline
+from flexc.backends import Options, Shapes
+from flexc.codegen.triton import Tile
 from flexc.errors import InputError, ShapeError, UnsupportedError
+from flexc.inference import places
+from flexc.target import Target
 from tests.inference import interpreted
 
 
@@ -17,6 +25,117 @@ def test_eight_bits_give_what_they_mean_on_the_cpu(seed):
 @pytest.mark.parametrize("seed", range(24))
 def test_eight_bits_give_what_they_mean_interpreted(worker, seed):
     assert not worker.submit(interpreted.quantized, seed).result(timeout=300)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("seed", range(8))
+def test_eight_bits_and_bfloat16_queries_interpreted(worker, seed):
+    """Their products are of float16, which the interpreter computes."""
+    assert not worker.submit(interpreted.quantized, seed, dtype=torch.bfloat16).result(timeout=300)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("of_tokens", [False, True])
+@pytest.mark.parametrize("eight", [torch.float8_e4m3fn, torch.int8])
+def test_queries_of_any_size_interpreted(worker, eight, of_tokens):
+    assert not worker.submit(interpreted.queries_of_any_size, eight, of_tokens).result(timeout=300)
+
+
+@pytest.mark.interpret
+def test_rows_at_odd_addresses_interpreted(worker):
+    assert not worker.submit(interpreted.rows_at_odd_addresses).result(timeout=300)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("of_tokens", [False, True])
+@pytest.mark.parametrize("eight", [torch.float8_e4m3fn, torch.int8])
+def test_queries_of_any_size_on_a_gpu(eight, of_tokens):
+    assert not interpreted.queries_of_any_size(eight, of_tokens, "triton", "cuda")
+
+
+# --- what the interpreter does not run: instructions that take numbers of eight bits out of pairs ----------------------------------------
+
+
+def artifact_of(cache, arch="sm_90a", **changes):
+    sizes = {"head_dim": 128, "head_dim_v": 128, "dtype": torch.bfloat16, "cache": cache} | changes
+    shapes = Shapes(16, 8, 8, 4, 8192, **sizes)
+    graph = places.packed(frontend.trace()[0].graph, 4)
+    return pipeline.compile_attention(graph, shapes, Target.parse(arch), backends.DECODE, "asked for", Options(), "decoding")
+
+
+def carried_out(text, pairs):
+    """float16 [n, 2]: what instructions of PTX make of registers that hold two numbers of sixteen bits each; those that are used here."""
+    values = {"$1": pairs, "0": np.zeros_like(pairs)}
+    for line in text.strip("{} ").split("; "):
+        name, rest = line.strip("; ").split(" ", 1)
+        if name == ".reg":
+            continue
+        into, *given = re.findall(r"\{.*?\}|[$\w]+", rest)
+        read = [values[x] if x in values else np.uint32(int(x, 0)) for x in given]
+        if name == "prmt.b32":
+            source = np.stack([x >> np.uint32(8 * i) & 255 for x in read[:2] for i in range(4)])
+            values[into] = sum(source[int(read[2]) >> 4 * i & 7].astype(np.uint32) << np.uint32(8 * i) for i in range(4))
+        elif name == "mov.b32" and into.startswith("{"):
+            for half, register in enumerate(re.findall(r"\w+", into)):
+                values[register] = (read[0] >> np.uint32(16 * half) & 0xFFFF).astype(np.uint32)
+        elif name == "mov.b32":
+            values[into] = read[0]
+        elif name == "xor.b32":
+            values[into] = read[0] ^ read[1]
+        elif name == "lop3.b32":
+            assert read[3] == 0xF0 & 0xCC ^ 0xAA
+            values[into] = read[0] & read[1] ^ read[2]
+        elif name == "sub.f16x2":
+            values[into] = (halves(read[0]) - halves(np.broadcast_to(read[1], pairs.shape))).view(np.uint32)[:, 0]
+        else:
+            assert name == "cvt.rn.f16x2.e4m3x2", name
+            bytes_ = torch.from_numpy(np.stack([read[0] & 255, read[0] >> 8], 1).astype(np.uint8))
+            values[into] = bytes_.view(torch.float8_e4m3fn).half().numpy().view(np.uint32)[:, 0]
+    return halves(values["$0"])
+
+
+def halves(registers):
+    return np.ascontiguousarray(registers, dtype=np.uint32).view(np.float16).reshape(-1, 2)
+
+
+@pytest.mark.parametrize("cache", ["float8_e4m3fn", "int8"])
+def test_instructions_take_every_number_out_of_its_pair(cache):
+    low, high = np.meshgrid(np.arange(256), np.arange(256))
+    each = np.stack([low.ravel(), high.ravel()], 1).astype(np.uint8)
+    each = np.concatenate([each, each[::-1]], 1)  # [65536, 4]: all first pairs, and others behind them
+    expected = torch.from_numpy(each).view(getattr(torch, cache)).half().numpy()
+    texts = re.findall(r'asm: tl\.constexpr = "(.*)"', artifact_of(cache).source)
+    assert len(texts) == 2
+    for text, numbers in zip(texts, (expected[:, ::2], expected[:, 1::2])):
+        np.testing.assert_array_equal(carried_out(text, each.view(np.uint32)[:, 0]), numbers)
+
+
+@pytest.mark.parametrize("cache", ["float8_e4m3fn", "int8"])
+def test_pairs_reach_products_by_matrix_loads(cache):
+    """One by one they would be three times as many loads from shared memory. And no copy into it is of less than 16 bytes."""
+    artifact = artifact_of(cache)
+    assert artifact.plan.pairs and artifact.plan.forward == Tile(16, 128, 4, 4)
+    ptx = artifact.ptx()
+    assert len(re.findall(r"ldmatrix\S*x4\.trans", ptx)) == len(re.findall(r"ldmatrix\S*x4\.shared", ptx)) == 2 * 16, "of two loops"
+    assert not re.search(r"ld\.shared\.[bu]8", ptx)
+    assert set(re.findall(r"cp\.async\.\w+\.shared\.global[\w:.]* \[[^\]]*\], \[[^\]]*\], (\w+)", ptx)) <= {"0x10", "16"}
+    (spilled,) = re.findall(r"split_kernel +\d+ +(\d+) ", artifact.resources())
+    assert int(spilled) <= 32
+
+
+@pytest.mark.parametrize(("dims", "pairs"), [((128, 128), True), ((64, 96), True), ((63, 64), False), ((64, 63), False)])
+def test_an_odd_head_dim_is_read_one_by_one(dims, pairs):
+    plan = artifact_of("int8", head_dim=dims[0], head_dim_v=dims[1]).plan
+    assert plan.pairs == pairs
+    for parts, dim in ((plan.parts, dims[0]), (plan.parts_v, dims[1])):
+        read = sorted(part.first + i * part.step for part in parts for i in range(part.width))
+        assert read[:dim] == list(range(dim)), "each number once"
+
+
+def test_float8_is_refused_where_nothing_converts_it():
+    with pytest.raises(UnsupportedError, match="float8_e4m3fn on sm_80: expected sm_89 or later, or int8"):
+        artifact_of("float8_e4m3fn", "sm_80")
+    assert artifact_of("int8", "sm_80").plan.pairs
 
 
 @pytest.mark.gpu

@@ -11,7 +11,8 @@ from flexc.codegen.triton.decode_plan import DecodePlan
 from flexc.codegen.triton.decode_range import key_range
 from flexc.codegen.triton.emit import HELPERS, captured_arguments, print_kernel, tidy
 from flexc.codegen.triton.plan import MAX_TOKENS
-from flexc.ir.graph import Graph
+from flexc.ir.graph import Graph, input_node
+from flexc.ir.ops import apply
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,9 @@ class Ends:
     """Of the keys of a row, and of a gap in them, the first and the one past the last: statements on one vector of rows, and expressions.
 
     "" for no end.
+
+    Attributes:
+        apart: rows of a tile that have the same ends stand together, this many from a multiple of it on.
     """
 
     statements: tuple[str, ...] = ()
@@ -26,6 +30,7 @@ class Ends:
     stop: str = ""
     gap_first: str = ""
     gap_stop: str = ""
+    apart: int = 1
 
 
 def _ends(graph: Graph, plan: DecodePlan, used: set[str]) -> Ends:
@@ -38,7 +43,15 @@ def _ends(graph: Graph, plan: DecodePlan, used: set[str]) -> Ends:
     lines = body.take()
     # What is uniform in a tile is a vector here as well, of many tiles.
     ends = ("" if node is None else body.at(node, ROW) for node in (found.first, found.stop, found.gap_first, found.gap_stop))
-    return Ends((*lines[TILE], *lines[ROW]), *ends)
+    return Ends((*lines[TILE], *lines[ROW]), *ends, apart=_apart(alone, plan))
+
+
+def _apart(ends: Graph, plan: DecodePlan) -> int:
+    """The heads of a group stand together; where the ends read a row as the token that it is of, they have the same."""
+    row = input_node("q_idx")
+    token = apply("floordiv", row, plan.group)
+    reads_row = any(row in node.args and node is not token for node in ends.nodes())
+    return 1 if reads_row or plan.forward.rows % plan.group else plan.group
 
 
 def emit_decode(graph: Graph, plan: DecodePlan, *, title: str = "") -> str:

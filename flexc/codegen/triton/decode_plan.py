@@ -19,6 +19,25 @@ _ROWS = (16, 32, 64)  # the least that a matrix product takes; what a warp group
 
 
 @dataclass(frozen=True)
+class Part:
+    """Of D or Dv what one matrix product works on: `width` numbers from `first` on, each `step` further.
+
+    Attributes:
+        name: of its operands, behind a letter.
+    """
+
+    name: str
+    first: int
+    width: int
+    step: int
+
+    @property
+    def stop(self) -> int:
+        """Past the last number, if the widths of all were those of whole tiles."""
+        return self.first + (self.width - 1) * self.step + 1
+
+
+@dataclass(frozen=True)
 class DecodePlan(Listed):
     """What `emit_decode` needs to know; two equal plans of equal graphs give the same text.
 
@@ -26,11 +45,12 @@ class DecodePlan(Listed):
         arch: for example "sm_90a".
         dtype: of q, k, v: "float16", "bfloat16" or "float32".
         head_dim, head_dim_v: D and Dv.
-        chunks, chunks_v: widths of the power-of-two pieces of D and Dv that matrix products work on; only the last may be ragged.
+        chunks, chunks_v: widths of the power-of-two pieces of D and Dv that are loaded at once; only the last may be ragged. They count
+            pairs of numbers where `pairs`, else numbers.
         group: query heads of a key/value head: row r of a tile is query token r // group of head r % group.
         forward: the tile: rows of packed queries by keys of one step.
         stages: what Triton is told, so that the keys are as many steps ahead as the tile says.
-        programs: how many share the work: all that are resident at once.
+        programs: how many share the work at most: all that are resident at once.
         least_steps: of a program; fewer are not worth a part of their own.
         share: steps of each part of an entry, so that a row's bits do not depend on the rest of the batch; 0 for equal parts of all work.
         walk: "range" of keys that expressions of the row give, "runs" of a block map, or "dense" where every key is visited.
@@ -40,6 +60,8 @@ class DecodePlan(Listed):
         ragged: queries of all sequences are packed one after another, and a table says where each tile's are.
         cache: dtype of keys and values where it is not `dtype`: "float8_e4m3fn", "int8", or "".
         token_scales: each token and head of such a cache has a scale of its own; else one serves a head.
+        pairs: numbers of such a cache are read two at a time, and a product takes the first or the second of each two: shared memory
+            hands them to products as fast as numbers of sixteen bits.
         tanh, input_precision, interpreted: as in `Plan`.
     """
 
@@ -62,9 +84,29 @@ class DecodePlan(Listed):
     ragged: bool
     cache: str
     token_scales: bool
+    pairs: bool
     tanh: str
     input_precision: str
     interpreted: bool = False
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Of the head dim of queries and keys."""
+        return _parts(self.chunks, self.pairs)
+
+    @property
+    def parts_v(self) -> tuple[Part, ...]:
+        """Of the head dim of values."""
+        return _parts(self.chunks_v, self.pairs)
+
+
+def _parts(chunks: tuple[int, ...], pairs: bool) -> tuple[Part, ...]:
+    halves = (("_even", 0), ("_odd", 1)) if pairs else (("", 0),)
+    return tuple(
+        Part(f"{place}{name}", len(halves) * sum(chunks[:place]) + half, width, len(halves))
+        for place, width in enumerate(chunks)
+        for name, half in halves
+    )
 
 
 def tile_rows(packed_rows: int, width: int, dtype: str) -> int:
@@ -113,6 +155,9 @@ def plan_decode(
     refuse_unsupported(dtype, max(head_dim, head_dim_v))
     if cache and dtype == "float32":
         raise UnsupportedError("keys and values of eight bits with float32 queries, on every GPU: expected float16 or bfloat16 queries")
+    if cache == "float8_e4m3fn" and target.capability < 89 and not interpreted:
+        raise UnsupportedError(f"keys and values of float8_e4m3fn on {target.arch}: expected sm_89 or later, or int8")
+    pairs = _reads_pairs(head_dim, head_dim_v, cache)
     walk = "dense" if graph.mask is None else "runs" if key_range(graph, partly=ragged) is None else "range"
     tile = tile or _tile(rows, head_dim, head_dim_v, target, dtype, cache)
     by_smem = target.smem_bytes_per_sm // (smem_bytes(tile, head_dim, head_dim_v, dtype, cache) + KIB)
@@ -122,8 +167,8 @@ def plan_decode(
         dtype=dtype,
         head_dim=head_dim,
         head_dim_v=head_dim_v,
-        chunks=chunked(head_dim),
-        chunks_v=chunked(head_dim_v),
+        chunks=chunked(head_dim // 2 if pairs else head_dim),
+        chunks_v=chunked(head_dim_v // 2 if pairs else head_dim_v),
         group=group,
         forward=tile,
         stages=_stages(tile, page, walk),
@@ -137,6 +182,7 @@ def plan_decode(
         ragged=ragged,
         cache=cache,
         token_scales=token_scales,
+        pairs=pairs,
         tanh=tanh_form(dtype, precision),
         input_precision="tf32" if precision == "tf32" else "ieee",
         interpreted=interpreted,
@@ -161,8 +207,8 @@ def _tile(rows: int, head_dim: int, head_dim_v: int, target: Target, dtype: str,
     is_wide = dtype == "float32"  # its products are on FMA units, whose operands are registers
     warps = 8 if rows * width >= 32 * 256 or (is_wide and width > 128) else 4
     for resident in sorted({min(2, _by_registers(warps, target)), 1}, reverse=True):
-        for columns in (32, 16) if is_wide or width > 512 else (64, 32, 16):
-            for stages in (4, 3, 2):
+        for columns in (32, 16) if is_wide or width > 512 else (128, 64, 32, 16) if cache and rows < 64 else (64, 32, 16):
+            for stages in (4, 3) if columns > 64 else (4, 3, 2):
                 tile = Tile(rows, columns, warps, stages)
                 if resident * (smem_bytes(tile, head_dim, head_dim_v, dtype, cache) + KIB) <= target.smem_bytes_per_sm:
                     return tile
@@ -176,6 +222,12 @@ def _by_registers(warps: int, target: Target) -> int:
 
 def smem_bytes(tile: Tile, head_dim: int, head_dim_v: int, dtype: str, cache: str = "") -> int:
     """Shared memory of a program, or somewhat more: keys and values on their way, the queries, and weights between two products."""
-    keys, values = sum(chunked(head_dim)), sum(chunked(head_dim_v))
-    on_their_way = max(1, tile.stages - 1) * tile.columns * (keys + values)
-    return (1 if cache else ELEMENT_BYTES[dtype]) * on_their_way + ELEMENT_BYTES[dtype] * tile.rows * (keys + tile.columns) + KIB
+    per_load = 2 if _reads_pairs(head_dim, head_dim_v, cache) else 1
+    keys, values = (per_load * sum(chunked(dim // per_load)) for dim in (head_dim, head_dim_v))
+    of_a_key = keys + values + 2 * ELEMENT_BYTES["float32"] if cache else ELEMENT_BYTES[dtype] * (keys + values)  # with scales
+    on_their_way = max(1, tile.stages - 1) * tile.columns * of_a_key
+    return on_their_way + ELEMENT_BYTES[dtype] * tile.rows * (keys + tile.columns) + KIB
+
+
+def _reads_pairs(head_dim: int, head_dim_v: int, cache: str) -> bool:
+    return bool(cache) and head_dim % 2 == head_dim_v % 2 == 0

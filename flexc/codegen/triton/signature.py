@@ -60,7 +60,7 @@ def signature(names: Sequence[str], graph: Graph, plan: Any) -> dict[str, str]:
     given |= {f"{b.arguments}_ptr": POINTERS["int64" if b.dtype == "bins" else b.dtype] for b in buffers}
     given |= {captured(graph, s.name): "fp32" if s.dtype == FLOAT32 else "i64" if s.dtype == INT64 else "i32" for s in graph.scalars}
     own = POINTERS[plan.dtype]
-    cached = POINTERS[getattr(plan, "cache", "") or plan.dtype]
+    cached = POINTERS["int16" if getattr(plan, "pairs", False) else getattr(plan, "cache", "") or plan.dtype]
     types: dict[str, str] = {}
     for name in names:
         descriptor = re.fullmatch(r".+_desc(\d+)_(\d+)", name)
