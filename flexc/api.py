@@ -36,7 +36,7 @@ from flexc.ir.graph import Graph
 from flexc.launch import MAPS, Launch
 from flexc.pickling import held_at
 from flexc.pipeline import Artifact
-from flexc.ready import LARGEST_SCALE, Ready, ReadyLaunches, likeness_of
+from flexc.ready import LARGEST_SCALE, Ready, ReadyLaunches, likeness_of, wants_determinism
 from flexc.sinks import refuse_bad_sink, with_sink
 from flexc.sparsity import BlockMap
 from flexc.sparsity.statements import verify_facts
@@ -151,6 +151,7 @@ class Kernel:
     ):
         self._backend, self._autotune, self._precision, self._deterministic = backend, autotune, precision, deterministic
         self._batch_invariant = batch_invariant
+        self._asked = ""  # all options in one, for Dynamo's guards; of a kernel made inside a compiled region it looks at each
         if is_dynamo_compiling():  # made inside a compiled region: `flexc.dynamo` makes the real one, and checks there
             self.score_mod, self.mask_mod = score_mod, mask_mod
             return
@@ -167,6 +168,7 @@ class Kernel:
         refuse_arity(mask_mod, 4, "mask_mod", "(batch, head, q_idx, kv_idx)")
         self.score_mod = score_mod
         self.mask_mod = mask_mod
+        self._asked = f"{backend} {autotune} {precision} {deterministic} {batch_invariant}"
         self._options = Options(precision=precision, deterministic=deterministic, batch_invariant=batch_invariant)
         self._ready = ReadyLaunches()
         self._last: tuple[Launch, tuple[Tensor, ...], torch.device] | None = None
@@ -237,7 +239,11 @@ class Kernel:
             TraceError: a function cannot be compiled.
             UnsupportedError: the backend has no kernel for this.
         """
-        if isinstance(k, PagedKV) or k_scale is not None or v_scale is not None or getattr(k, "dtype", None) in QUANTIZED:
+        if is_dynamo_compiling():
+            from flexc.dynamo import call
+
+            out, lse, *largest = call(self, q, k, v, scale, q_offset, kv_len, k_scale, v_scale, return_max_scores)
+        elif isinstance(k, PagedKV) or k_scale is not None or v_scale is not None or getattr(k, "dtype", None) in QUANTIZED:
             if return_max_scores:
                 raise UnsupportedError("return_max_scores on a paged cache or one of eight bits, on every backend: expected return_lse")
             (out, lse), largest = self._attend_cache(q, k, v, scale, q_offset, kv_len, (k_scale, v_scale)), ()
@@ -252,10 +258,6 @@ class Kernel:
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, max_scores: bool) -> tuple[Tensor, ...]:
         """out and lse, and the largest scores if asked for."""
-        if is_dynamo_compiling():
-            from flexc.dynamo import call
-
-            return call(self, q, k, v, scale, max_scores)
         current = settings.current()
         if current.eager:
             return self._eager(q, k, v, scale, max_scores)
@@ -272,10 +274,6 @@ class Kernel:
         self, q: Tensor, k: Any, v: Any, scale: float | None, q_offset: int | Tensor | None, kv_len: Any, scales: tuple
     ) -> tuple[Tensor, Tensor]:
         """out and lse of a paged cache, or one of eight bits."""
-        if is_dynamo_compiling():
-            from flexc.dynamo import call_cache
-
-            return call_cache(self, q, k, v, scale, q_offset, kv_len, scales)
         if isinstance(k, PagedKV):
             return attend_paged(self, q, k, v, scale, q_offset, kv_len, scales)
         return attend_quantized(self, q, k, v, scale, q_offset, kv_len, scales)
@@ -291,10 +289,6 @@ class Kernel:
         max_scores: bool,
     ) -> tuple[Tensor, ...]:
         """out and lse at positions, and the largest scores if asked for."""
-        if is_dynamo_compiling():
-            from flexc.dynamo import call_at
-
-            return call_at(self, q, k, v, scale, q_offset, kv_len, max_scores)
         refuse_what_is_no_input(q, k, v)
         shapes_of(q, k, v)
         positions, k, v = positions_of(q_offset, kv_len, q, k, v)
@@ -485,8 +479,8 @@ class Kernel:
             traced: what to run in place of the kernel's own functions.
             max_scores: the launch also gives the largest scores.
         """
-        likeness = likeness_of(q, k, v, max_scores, _wants_determinism(), current.device_maps, current.dump, current.override)
-        known = self._ready.like(likeness) if likeness is not None else None
+        asked = max_scores, wants_determinism(), current.device_maps, current.dump, current.override
+        known = self._ready.like(q, k, v, *asked)
         if known is not None and (scale is None or (type(scale) is float and 0.0 < scale <= LARGEST_SCALE)):
             trace, binding = self._trace() if traced is None else traced
             ready = known.get(trace)
@@ -509,8 +503,8 @@ class Kernel:
         default = 1.0 / math.sqrt(shapes.head_dim)
         launch = Launch(artifact, shapes, default, binding.scalars, options, self.__name__)
         ready = Ready(launch, extents)
-        if likeness is not None and q is taken[0] and k is taken[1] and v is taken[2]:  # the launch is for copies otherwise
-            self._ready.keep(likeness, trace, ready)
+        if q is taken[0] and k is taken[1] and v is taken[2]:  # the launch is for copies otherwise
+            self._ready.keep(likeness_of(q, k, v, *asked), trace, ready)
         launch = ready.at(scale, binding.scalars)
         return self._tuned(launch, trace, q, k, v, tensors) if self._autotune else launch, q, k, v, tensors
 
@@ -538,8 +532,8 @@ class Kernel:
         backend, reason = backends.choose(self._backend, device)
         target = pipeline.target_of(device)
         options = self._options
-        if max_scores or _wants_determinism():
-            options = replace(options, max_scores=max_scores, deterministic=options.deterministic or _wants_determinism())
+        if max_scores or wants_determinism():
+            options = replace(options, max_scores=max_scores, deterministic=options.deterministic or wants_determinism())
         return pipeline.artifact_for(trace, shapes, target, backend, reason, options, self.__name__), extents, options
 
     def _eager(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, max_scores: bool, **positions: Any) -> tuple[Tensor, ...]:
@@ -554,11 +548,6 @@ class Kernel:
 
 
 _extents: WeakKeyDictionary[frontend.Trace, tuple[Extent, ...]] = WeakKeyDictionary()
-
-
-def _wants_determinism() -> bool:
-    """`torch.use_deterministic_algorithms(True)` asks every kernel for it. With warn_only=True a kernel that cannot be so is let be."""
-    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def _forward_map(launch: Launch, tensors: tuple[Tensor, ...], device: torch.device) -> BlockMap:

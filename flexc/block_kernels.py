@@ -14,7 +14,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from flexc import settings
-from flexc.backends import is_interpreted
+from flexc.backends import TRITON, is_interpreted
 from flexc.block_launches import MOST_ROWS, Compiled, Exact, WrittenWalk
 from flexc.codegen.templates import template_source
 from flexc.codegen.triton.blocks import (
@@ -41,11 +41,13 @@ from flexc.codegen.triton.blocks import (
     emit_tables,
     plan_blocks,
 )
+from flexc.codegen.triton.blocks_program import Table
 from flexc.codegen.triton.plan import MAX_TOKENS
 from flexc.compile_log import BinaryLog, Compilation, record, refuse_if_forbidden
 from flexc.errors import UnsupportedError
 from flexc.ir.graph import Graph, inputs_of
 from flexc.map_making import is_capturing
+from flexc.pipeline import generator_digest
 from flexc.runtime.cache import cache_of
 from flexc.runtime.key import key_of
 from flexc.runtime.machine_code import CompiledModule
@@ -298,38 +300,43 @@ def _builder(graph: Graph, block: tuple[int, int], exact: bool) -> _Builder:
 
 
 def _module(graph: Graph, plan: BlocksPlan, title: str) -> tuple[ModuleType, BlocksText]:
-    text = emit_blocks(graph, plan)
-    return _loaded(text.source, title or "a mask", plan=dataclasses.asdict(plan), graph=re.sub(" *  # .*", "", str(graph))), text
+    lines = sorted({str(location) for location in graph.lines.values()})
+    parts = {"graph": re.sub(" *  # .*", "", str(graph)), "lines": lines, "plan": dataclasses.asdict(plan)}
+    return _loaded(lambda: emit_blocks(graph, plan), title or "a mask", **parts)
 
 
 @cache
 def load_shared() -> ModuleType:
     """The kernels that all masks share."""
-    return _loaded(emit_tables())
+    return _loaded(lambda: BlocksText(emit_tables(), ()), "tables and order")[0]
 
 
-def _loaded(source: str, title: str = "tables and order", **parts: Any) -> ModuleType:
-    """The module from the disk cache, where the toolchain finds the source of what it compiles."""
+def _loaded(emit: Callable[[], BlocksText], title: str, **parts: Any) -> tuple[ModuleType, BlocksText]:
+    """The module and its text, which is printed from these parts: from the disk cache, where the toolchain finds the source, too."""
     store = cache_of(settings.current())
-    key = key_of(kind="block map", source=source, generator=_generator_digest(), triton=metadata.version("triton"), **parts)
+    key = key_of(kind="block map", generator=_generator_digest(), triton=metadata.version("triton"), **parts)
     started, variant = time.perf_counter(), f"block map: {title}"
     entry, reason = store.get(key), "first block map of this mask"
     is_kept = entry is not None
     if entry is None:
+        text = emit()  # first: where it cannot be printed, nothing is to be compiled
         refuse_if_forbidden(variant, reason, "triton", "any GPU", key)
+        meta = {"backend": "triton", "tables": [dataclasses.asdict(table) for table in text.tables]}
         with store.lock(key):
-            entry = store.get(key) or store.put(key, {"kernel.py": source}, {"backend": "triton"})
+            entry = store.get(key) or store.put(key, {"kernel.py": text.source}, meta)
+    tables = tuple(Table(**{**table, "dims": tuple(table["dims"])}) for table in entry.meta["tables"])
+    text = BlocksText(entry.text("kernel.py"), tables)
     record(Compilation("map", variant, "triton", "any GPU", reason, is_kept, time.perf_counter() - started, key))
-    module = load_module(source, entry.path("kernel.py"))
+    module = load_module(text.source, entry.path("kernel.py"))
     watch(module, BinaryLog(variant, "triton", "any GPU", reason, key))
-    return module
+    return module, text
 
 
 @cache
 def _generator_digest() -> str:
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(generator_digest(TRITON).encode())
     for name in (TEMPLATE, TABLES_TEMPLATE, ORDER_TEMPLATE):
         digest.update(template_source(name).encode())
-    for file in sorted((Path(__file__).parent / "codegen" / "triton").glob("blocks*.py")):
+    for file in sorted((Path(__file__).parent / "sparsity").glob("*.py")):
         digest.update(file.read_bytes())
     return digest.hexdigest()

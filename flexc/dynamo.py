@@ -26,10 +26,11 @@ from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.lists import ListVariable, TupleVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch.utils._python_dispatch import _disable_current_modes
 
 from flexc import frontend, operators, passes, settings
-from flexc.dynamo_values import Functions, NotCompiled, Reader
+from flexc.dynamo_values import Functions, NotCompiled, Reader, run
 from flexc.errors import FlexcError, InputError, UnsupportedError
 from flexc.ir.graph import inputs_of
 from flexc.operator_calls import is_differentiated
@@ -44,17 +45,22 @@ comptime: Any = _comptime
 # --- what Dynamo runs ------------------------------------------------------------------------------------------------------------------
 
 
-def call(kernel: Any, q: Tensor, k: Tensor, v: Tensor, scale: Any, max_scores: bool = False) -> tuple[Tensor, ...]:
-    """out and lse (and largest scores) of a kernel; for Dynamo alone, which runs this line by line."""
-    score_mod, mask_mod = _inside(kernel.score_mod, 0), _inside(kernel.mask_mod, 1)  # noqa: F841 - `_bind` reads them
-    options = (kernel._backend, kernel._autotune, kernel._precision, kernel._deterministic, kernel._batch_invariant)  # noqa: F841
+def call(
+    kernel: Any, q: Tensor, k: Any, v: Any, scale: Any, q_offset: Any, kv_len: Any, k_scale: Any, v_scale: Any, max_scores: bool
+) -> tuple[Tensor, ...]:
+    """out and lse (and largest scores) of a kernel; for Dynamo alone, which runs this line by line, and guards each name that it reads."""
+    score_mod, mask_mod, asked = kernel.score_mod, kernel.mask_mod, kernel._asked  # noqa: F841 - `_bind` reads them
     bound: Any = None
     comptime(_bind)
     if bound is None:  # not while Dynamo traces, but where it gave up and Python runs this
-        return _plainly(kernel, q, k, v, scale, max_scores)  # pyright: ignore[reportCallIssue]
+        return _plainly(kernel, q, k, v, scale, q_offset, kv_len, k_scale, v_scale, max_scores)
+    if bound == "cache":
+        return call_cache(kernel, q, k, v, scale, q_offset, kv_len, k_scale, v_scale, max_scores)
+    if bound == "positions":
+        return call_at(kernel, q, k, v, scale, q_offset, kv_len, k_scale, v_scale, max_scores)
     text, fixed_scale, tensors, ints, numbers = bound
     # A symbolic float reaches an operator only inside a tensor. A sum is what Dynamo knows how to keep symbolic.
-    floats = [torch.zeros((), dtype=torch.float64) + number for number in numbers]
+    floats = [torch.zeros((), dtype=torch.float64) + number for number in numbers] if numbers else []
     if max_scores:
         out, lse, largest = ATTENTION_WITH_MAX(q, k, v, tensors, text, fixed_scale, ints, floats)
         return out, lse.float(), largest.float()
@@ -62,23 +68,22 @@ def call(kernel: Any, q: Tensor, k: Tensor, v: Tensor, scale: Any, max_scores: b
     return out, lse.float()
 
 
-@torch._dynamo.disable
-def _plainly(kernel: Any, q: Tensor, k: Tensor, v: Tensor, scale: Any, max_scores: bool) -> tuple[Tensor, ...]:
-    out, aux = kernel(q, k, v, scale=scale, return_lse=True, return_max_scores=max_scores)
+def _called(
+    kernel: Any, q: Tensor, k: Any, v: Any, scale: Any, q_offset: Any, kv_len: Any, k_scale: Any, v_scale: Any, max_scores: bool
+) -> tuple[Tensor, ...]:
+    """The same by Python."""
+    named = {"scale": scale, "q_offset": q_offset, "kv_len": kv_len, "k_scale": k_scale, "v_scale": v_scale}
+    out, aux = kernel(q, k, v, **named, return_lse=True, return_max_scores=max_scores)
     return (out, aux.lse, aux.max_scores) if max_scores else (out, aux.lse)
 
 
-@torch._dynamo.disable(reason="flexc: q_offset and kv_len run outside of compiled regions")
-def call_at(kernel: Any, q: Tensor, k: Tensor, v: Tensor, scale: Any, q_offset: Any, kv_len: Any, max_scores: bool) -> tuple[Tensor, ...]:
-    """out and lse of a kernel at positions: a graph break, or with fullgraph=True Dynamo's error with the reason."""
-    out, aux = kernel(q, k, v, scale=scale, return_lse=True, q_offset=q_offset, kv_len=kv_len, return_max_scores=max_scores)
-    return (out, aux.lse, aux.max_scores) if max_scores else (out, aux.lse)
-
-
-@torch._dynamo.disable(reason="flexc: paged caches, and those of eight bits, are read outside of compiled regions")
-def call_cache(kernel: Any, q: Tensor, k: Any, v: Any, scale: Any, q_offset: Any, kv_len: Any, scales: tuple) -> tuple[Tensor, Tensor]:
-    """out and lse of a kernel on such a cache, likewise."""
-    return kernel._attend_cache(q, k, v, scale, q_offset, kv_len, scales)
+_plainly: Any = torch._dynamo.disable(_called)
+call_at: Any = torch._dynamo.disable(_called, reason="flexc: q_offset and kv_len run outside of compiled regions")
+"""At positions: a graph break, or with fullgraph=True Dynamo's error with the reason."""
+call_cache: Any = torch._dynamo.disable(
+    _called, reason="flexc: paged caches, and those of eight bits, are read outside of compiled regions"
+)
+"""On a cache, likewise."""
 
 
 @torch._dynamo.disable(reason="flexc: varlen_attention runs outside of compiled regions")
@@ -87,15 +92,6 @@ def call_varlen(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, kernel: Any, scale
     from flexc.inference.varlen import varlen_attention
 
     return varlen_attention(q, k, v, cu_q, cu_k, kernel, scale=scale, return_lse=return_lse, q_offset=q_offset)
-
-
-def _inside(function: Any, which: int) -> Any:
-    """The function of a kernel that was given in place of one."""
-    from flexc.api import Kernel
-
-    if isinstance(function, Kernel):
-        return function.mask_mod if which else function.score_mod
-    return function
 
 
 def arity(function: Any) -> Any:
@@ -155,6 +151,10 @@ def _bind_in(tx: Any) -> None:
     from flexc.api import Kernel
 
     frame = tx.symbolic_locals
+    way = _way(frame)
+    if way is not None:
+        frame["bound"] = ConstantVariable.create(way)
+        return
     if settings.current().eager:
         raise NotCompiled("FLEXC_EAGER=1 runs score and mask functions in Python, which torch.compile cannot: expected it to be unset")
     if is_differentiated():
@@ -164,13 +164,12 @@ def _bind_in(tx: Any) -> None:
         )
     _refuse_inputs([(name, frame[name].realize()) for name in "qkv"])
     functions = Functions(tx)
-    score_mod, mask_mod = (functions.real(frame[name]) for name in ("score_mod", "mask_mod"))
-    names = ("backend", "autotune", "precision", "deterministic", "batch_invariant")
-    options = dict(zip(names, (functions.real(x) for x in frame["options"].realize().items), strict=True))
+    roots = {"score": _inside(tx, frame["score_mod"], "score_mod"), "mask": _inside(tx, frame["mask_mod"], "mask_mod")}
+    score_mod, mask_mod = (functions.real(root) for root in roots.values())
+    options = _options(tx, functions)
     with _disable_current_modes():
         kernel = Kernel(score_mod, mask_mod, **options)
         trace, _ = frontend.trace(kernel.score_mod, kernel.mask_mod)
-        roots = {"score": frame["score_mod"], "mask": frame["mask_mod"]}
         reader = Reader(tx, trace, roots)
         if reader.has_symbolic_constants():
             # Dynamo knows already that a number changes: as a constant it would compile anew for each.
@@ -195,6 +194,42 @@ def _bind_in(tx: Any) -> None:
         scale = ConstantVariable.create(finite_scale(scale.as_python_constant()))
     parts = [ConstantVariable.create(variant.text), scale, ListVariable(tensors), ListVariable(ints), ListVariable(floats)]
     frame["bound"] = TupleVariable(parts)
+
+
+def _way(frame: dict[str, Any]) -> str | None:
+    """Which calls are not compiled: None for those that are."""
+    from flexc.inference.paged import PagedKV
+    from flexc.inference.quantized import DTYPES
+
+    def is_given(name: str) -> bool:
+        value = frame[name].realize()
+        return not (isinstance(value, ConstantVariable) and value.as_python_constant() is None)
+
+    k = frame["k"].realize()
+    if isinstance(k, TensorVariable):
+        is_cache = k.as_proxy().node.meta["example_value"].dtype in DTYPES
+    else:
+        is_cache = isinstance(k, UserDefinedObjectVariable) and issubclass(k.python_type(), PagedKV)
+    if is_cache or is_given("k_scale") or is_given("v_scale"):
+        return "cache"
+    return "positions" if is_given("q_offset") or is_given("kv_len") else None
+
+
+def _inside(tx: Any, function: Any, name: str) -> Any:
+    """The function of a kernel that was given in place of one."""
+    from flexc.api import Kernel
+
+    function = function.realize()
+    is_kernel = isinstance(function, UserDefinedObjectVariable) and issubclass(function.python_type(), Kernel)
+    return run(tx, f"v.{name}", function) if is_kernel else function
+
+
+def _options(tx: Any, functions: Functions) -> dict[str, Any]:
+    """What the kernel was made with: one guard where it was made outside of a compiled region, one for each option where not."""
+    kernel, names = tx.symbolic_locals["kernel"].realize(), ("backend", "autotune", "precision", "deterministic", "batch_invariant")
+    if tx.symbolic_locals["asked"].realize().as_python_constant():
+        return {name: getattr(kernel.value, f"_{name}") for name in names}
+    return {name: functions.real(run(tx, f"v._{name}", kernel)) for name in names}
 
 
 def _refuse_inputs(named: list[tuple[str, Any]]) -> None:

@@ -138,6 +138,14 @@ _CELL = re.compile(r"\{0\}\.__closure__\[(\d+)\]\.cell_contents")
 _DEFAULT = re.compile(r"\{0\}\.__defaults__\[(\d+)\]")
 
 
+def run(tx: Any, text: str, v: Any = None, k: Any = None, names: dict[str, Any] | None = None) -> Value:
+    """Python text, run by Dynamo on a value `v` and a key `k`."""
+    code = compile(f"lambda v, k: {text}", __file__, "eval").co_consts[0]
+    function = types.FunctionType(code, globals() if names is None else names)
+    arguments = [x if isinstance(x, Value) else Value.build(tx, x) for x in (v, k)]
+    return Value.build(tx, function).call_function(tx, arguments, {})
+
+
 class Reader:
     """The values at the paths of a trace, as Dynamo knows them."""
 
@@ -217,10 +225,7 @@ class Reader:
 
     def run(self, text: str, names: dict[str, Any] | None, v: Any = None, k: Any = None) -> Value:
         """Python text, run by Dynamo on a value `v` and a key `k`."""
-        code = compile(f"lambda v, k: {text}", __file__, "eval").co_consts[0]
-        function = types.FunctionType(code, globals() if names is None else names)
-        arguments = [x if isinstance(x, Value) else Value.build(self.tx, x) for x in (v, k)]
-        return Value.build(self.tx, function).call_function(self.tx, arguments, {})
+        return run(self.tx, text, v, k, names)
 
     # --- guards -------------------------------------------------------------------------------------------------------------------------
 

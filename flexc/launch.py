@@ -69,13 +69,16 @@ class Launch:
         """What the forward kernel walks. A map that no captured value decides is remembered for as long as `MAPS` keeps it."""
         known = self.remembered.map
         if known is not None and known[1] == stream_of(device) and not (known[1] and is_capturing()):
-            found = MAPS.still(known)
-            if found is not None:
-                return {"forward": found}
+            kept = known[0]
+            blocks = kept.blocks
+            if blocks is not None:
+                kept.is_used = True
+                return {"forward": blocks}
         maps = self._walked(self.block_maps(tensors, device, ("forward",)), device)
         alone = self.artifact.mask_alone
         if "forward" in maps and not alone.tensor_slots and not alone.scalar_slots:
-            self.remembered.map = MAPS.key_of(self, self.artifact.map_blocks["forward"], (), device), stream_of(device)
+            kept = MAPS.kept(self, self.artifact.map_blocks["forward"], device)
+            self.remembered.map = None if kept is None else (kept, stream_of(device))
         return maps
 
     @staticmethod
@@ -123,11 +126,11 @@ class Remembered:
     """What launches of one artifact, with inputs of the same sizes, strides and alignment, keep for the next one.
 
     Attributes:
-        map: key and stream of the forward kernel's map in `MAPS`, if no captured value decides it.
+        map: the forward kernel's map in `MAPS` and its stream, if no captured value decides it.
         again: launches the forward kernel without describing it anew, if the backend can; see `Backend.record`.
     """
 
-    map: tuple[tuple, int] | None = None
+    map: tuple[_Kept, int] | None = None
     again: Any = None
     _calls: int = 0
 
@@ -201,14 +204,10 @@ class MapCache:
         by_kernels = launch.maps_by_kernels or settings.current().device_maps
         return alone.graph.mask, block, lengths, scalars, device, by_kernels, tuple(map(id, read))
 
-    def still(self, key: tuple) -> BlockMap | None:
-        """The map of a mask that reads nothing, by its key and stream, if it is kept. Whoever remembers the key counts as a user."""
+    def kept(self, launch: Launch, block: tuple[int, int], device: torch.device) -> _Kept | None:
+        """The map of a mask that reads nothing, on the current stream. Whoever holds it says when it is used."""
         with self._lock:
-            found = self._kept.get(key)
-            if found is None:
-                return None
-            self._kept.move_to_end(key)
-            return found.blocks
+            return self._kept.get((self.key_of(launch, block, (), device), stream_of(device)))
 
     def _kept_map(self, key: tuple, read: Sequence[Tensor], versions: tuple) -> BlockMap | None:
         found = self._kept.get(key)
@@ -222,7 +221,7 @@ class MapCache:
         if key[-1]:
             return None
         if key not in self._pinned:
-            made = [kept.blocks for (kept_key, _), kept in self._kept.items() if kept_key == key]
+            made = [kept.blocks for (kept_key, _), kept in self._kept.items() if kept_key == key and kept.blocks is not None]
             if not made:
                 return None
             self._pinned[key] = made[0]
@@ -231,7 +230,8 @@ class MapCache:
     def clear(self) -> None:
         """Forget every map."""
         with self._lock:
-            self._kept.clear()
+            while self._kept:
+                self._drop(next(iter(self._kept)))
 
     def _evict(self) -> None:
         """Drop the maps of tensors that are gone, then the oldest down to the limits, but never the newest.
@@ -239,25 +239,46 @@ class MapCache:
         To look at many of them takes longer than to make one, so that is done once in a while.
         """
         while len(self._kept) > max(self.most, 1):
-            self._kept.popitem(last=False)
+            self._drop(self._oldest())
         self._made += 1
         if len(self._kept) > _FEW_KEPT and self._made % _FEW_KEPT:
             return
         for key in [key for key, kept in self._kept.items() if not kept.is_alive]:
-            del self._kept[key]
+            self._drop(key)
         size_bytes = sum(kept.size_bytes for kept in self._kept.values())
         while len(self._kept) > 1 and size_bytes > self.most_bytes:
-            _, dropped = self._kept.popitem(last=False)
-            size_bytes -= dropped.size_bytes
+            oldest = self._oldest()
+            size_bytes -= self._kept[oldest].size_bytes
+            self._drop(oldest)
+
+    def _oldest(self) -> tuple:
+        """The key of one that nobody has used since it was the oldest before."""
+        newest = next(reversed(self._kept))
+        while True:
+            key, kept = next(iter(self._kept.items()))
+            if not kept.is_used and key is not newest:
+                return key
+            kept.is_used = False
+            self._kept.move_to_end(key)
+            self._kept.move_to_end(newest)
+
+    def _drop(self, key: tuple) -> None:
+        self._kept.pop(key).blocks = None
 
 
 @dataclass(slots=True)
 class _Kept:
-    """A map and the tensors it was made from, as they were then."""
+    """A map and the tensors it was made from, as they were then.
+
+    Attributes:
+        blocks: None for those who still hold it where `MapCache` has dropped it.
+        is_used: since it was last thought of for dropping, by someone who holds it.
+    """
 
     references: tuple[weakref.ref[Tensor], ...]
     versions: tuple
-    blocks: BlockMap
+    blocks: BlockMap | None
+    is_used: bool = False
 
     def holds_for(self, read: Sequence[Tensor], versions: tuple) -> bool:
         if None in versions or self.versions != versions:
@@ -270,7 +291,7 @@ class _Kept:
 
     @property
     def size_bytes(self) -> int:
-        return self.blocks.size_bytes
+        return 0 if self.blocks is None else self.blocks.size_bytes
 
 
 MAPS = MapCache()

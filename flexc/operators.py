@@ -4,6 +4,7 @@ torch.compile, torch.export, make_fx, torch.func, selective checkpointing, profi
 
 Eager calls on plain tensors do not come here: `flexc.autograd.Attention` computes the same with less work for the host. `Kernel.__call__`
 turns here when something is watching (a dispatch mode, a functorch transform, a tensor subclass), `flexc.dynamo` when Dynamo traces.
+Compiled programs go on by `flexc.direct_calls` where nobody watches.
 
 A variant enters the operator as text (`flexc.variants`).
 Captured tensors are a `Tensor[]` argument, so that autograd, functionalisation and CUDA graphs see them; captured numbers are `SymInt[]`
@@ -22,6 +23,7 @@ from torch._library.autograd import Info, make_autograd_impl
 
 from flexc import frontend, settings
 from flexc.autograd import refuse_second_derivative, run
+from flexc.direct_calls import all_same, directly
 from flexc.inference.decode import decoding
 from flexc.variants import Variant, variant_from
 from flexc.watched import PLAIN, is_watched
@@ -187,6 +189,20 @@ def _differentiable(operator: Any, kernel: Any) -> Any:
     return attend
 
 
+def _launch_alone(max_scores: bool) -> Any:
+    """What `direct_calls.directly` asks: the launch of a call, if kernels take its tensors as they are and nothing is tried or checked."""
+
+    def launch_of(q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], *rest: Any) -> Launch | None:
+        variant, _, launch, *taken, captured = _launched(q, k, v, tensors, *rest, max_scores=max_scores)
+        if settings.current().check or variant.runner._autotune or not all_same((*taken, *captured), (q, k, v, *tensors)):
+            return None
+        return launch if max_scores else decoding(launch, q, k, v, captured)
+
+    return launch_of
+
+
 LIBRARY.impl("attention", _differentiable(ATTENTION, _attention), "Autograd", with_keyset=True)
 LIBRARY.impl("attention_with_max", _differentiable(ATTENTION_WITH_MAX, _attention_with_max), "Autograd", with_keyset=True)
 torch.library.register_autograd("flexc::attention_backward", refuse_second_derivative, lib=LIBRARY)
+ATTENTION._op = directly(ATTENTION._op, _launch_alone(max_scores=False))  # pyright: ignore[reportAttributeAccessIssue]
+ATTENTION_WITH_MAX._op = directly(ATTENTION_WITH_MAX._op, _launch_alone(max_scores=True))  # pyright: ignore[reportAttributeAccessIssue]

@@ -363,7 +363,7 @@ def _key(traced: Graph, lowered: Graph, plan: Any, target: Target, backend: Back
         plan=dataclasses.asdict(plan),
         target=dataclasses.asdict(target),
         backend=backend.name,
-        generator=_generator_digest(backend),
+        generator=generator_digest(backend),
         versions={name: _version(name) for name in backend.packages},
         settings=settings.current().key(),
     )
@@ -378,7 +378,7 @@ def _version(package: str) -> str:
 
 
 @cache
-def _generator_digest(backend: Backend) -> str:
+def generator_digest(backend: Backend) -> str:
     """Digest of the templates and of the code that fills them: a changed generator never meets an old text."""
     package = Path(__file__).parent
     rooms = (package / "codegen" / backend.name, package / "codegen", package / "passes", package / "ir")

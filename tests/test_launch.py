@@ -274,12 +274,29 @@ def test_what_a_captured_graph_walks_is_kept_for_good():
     """Without tensors a map made before the capture serves, from whatever stream; with tensors it is made again at each replay."""
     maps = MapCache()
     blocks = flexc.block_map(causal, 64, 64)
-    maps._kept[("causal", ()), 7] = _Kept((), (), blocks)
+    kept = maps._kept[("causal", ()), 7] = _Kept((), (), blocks)
     maps._kept[("documents", (1,)), 7] = _Kept((), (), blocks)
     assert maps._captured_map(("window", ())) is None and maps._captured_map(("documents", (1,))) is None
     assert maps._captured_map(("causal", ())) is blocks
     maps.clear()
-    assert maps._captured_map(("causal", ())) is blocks and maps.still((("causal", ()), 7)) is None
+    assert maps._captured_map(("causal", ())) is blocks and kept.blocks is None
+
+
+def test_maps_that_are_used_outlast_others():
+    """Whoever holds a map and says that it is used need not look for it."""
+    maps = MapCache(most=3)
+    blocks = flexc.block_map(causal, 64, 64)
+    kept = {length: _Kept((), (), blocks) for length in range(6)}
+    for length, each in kept.items():
+        maps._kept[(length, ()), 0] = each
+        maps._evict()
+        kept[0].is_used = True
+    assert [length for length, each in kept.items() if each.blocks is not None] == [0, 4, 5]
+    for each in kept.values():
+        each.is_used = True
+    maps.most = 1
+    maps._evict()
+    assert [length for length, each in kept.items() if each.blocks is not None] == [5]
 
 
 def test_walks_that_are_made_are_taken_as_they_are(monkeypatch):

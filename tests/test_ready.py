@@ -61,6 +61,41 @@ def test_what_differs_is_checked_again(checked):
         assert len(checked) > before
 
 
+@pytest.fixture
+def looked_up(monkeypatch):
+    """The calls whose inputs were looked up, not only compared with those of the last calls."""
+    ready, seen = importlib.import_module("flexc.ready"), []
+    find = ready.likeness_of
+    monkeypatch.setattr(ready, "likeness_of", lambda *given: (seen.append(given), find(*given))[1])
+    return seen
+
+
+def test_inputs_like_the_last_ones_are_not_looked_up(looked_up):
+    kernel = flexc.attention(None, causal)
+    q, k, v = qkv(q_len=20)
+    for _ in range(5):
+        kernel(q, k, v)
+    assert len(looked_up) == 2
+    kernel(q, k, v, scale=0.5)
+    kernel(q, k, v, return_lse=True)
+    assert len(looked_up) == 2
+    unaligned = torch.nn.functional.pad(q.flatten(), (1, 0))[1:].view(q.shape)
+    different = (q[:1], k[:1], v[:1]), (unaligned, k, v), (q, k, v.mT.contiguous().mT), (q.clone().requires_grad_(), k, v)
+    for number, inputs in enumerate(different, 3):
+        torch.testing.assert_close(kernel(*inputs).double(), flexc.reference(None, causal, *inputs)[0], atol=1e-5, rtol=1e-5)
+        assert len(looked_up) == number
+
+
+def test_kinds_of_inputs_in_turns_are_only_looked_up(looked_up, monkeypatch):
+    """To prepare a comparison for each would take longer than to look them up."""
+    ready = importlib.import_module("flexc.ready")
+    monkeypatch.setattr(ready, "like", lambda tensors: pytest.fail("prepared a comparison"))
+    kernel, kinds = flexc.attention(None, causal), [qkv(q_len=20), qkv(q_len=30)]
+    for turn in range(10):
+        kernel(*kinds[turn % 2])
+    assert len(looked_up) == 10
+
+
 def test_inputs_that_need_a_copy_are_copied_each_time():
     kernel = flexc.attention(None, causal)
     q, k, v = (x.mT.contiguous().mT for x in qkv(q_len=20))

@@ -77,3 +77,27 @@ def test_warm_call_loads_no_heavy_package(processes):
 def test_the_test_sees_what_is_loaded(processes):
     """The process that compiles needs the templates and a lock."""
     assert processes[0][1:] == [["jinja2", "filelock"], 1]
+
+
+BLOCKS_PROGRAM = """
+import sys
+import torch, flexc
+from flexc import frontend, passes
+from flexc.block_kernels import compiled_for, load_shared
+mask = flexc.masks.causal & flexc.masks.document(torch.arange(50) // 20)
+trace, binding = frontend.trace(None, mask)
+compiled = compiled_for(passes.run(trace.graph), (64, 64), binding.tensors, "documents")
+load_shared()
+print("jinja2" in sys.modules, len(flexc.compile_log().compiled), *(table.name for table in compiled.text.tables))
+"""
+
+
+def test_warm_block_maps_need_no_templates(tmp_path):
+    pytest.importorskip("triton")
+    environment = {**os.environ, "FLEXC_CACHE_DIR": str(tmp_path / "cache")}
+    printed = []
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", BLOCKS_PROGRAM], env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout.split())
+    assert printed[0][:2] == ["True", "2"] and printed[1][:2] == ["False", "0"] and printed[0][2:] == printed[1][2:] != []
