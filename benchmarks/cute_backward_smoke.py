@@ -30,6 +30,7 @@ IN_TURN = "in turn"  # the default tile of a deterministic kernel, which takes n
 CORRECT = {
     "plain D128": ("plain", dict(b=2, h=4, hk=4, s=1024, sk=1024, d=128), None, False),
     "plain D128 ragged, grouped": ("plain", dict(b=2, h=8, hk=2, s=777, sk=1234, d=128), None, True),
+    "plain D128, 64 queries a step": ("plain", dict(b=2, h=8, hk=2, s=1000, sk=1100, d=128), EACH, True),
     "plain D128, a queue": ("plain", dict(b=2, h=8, hk=2, s=1000, sk=1100, d=128), (64, 128, "keys", 2, True), True),
     "causal D128, a block for each tile": (
         "causal",
@@ -64,7 +65,7 @@ CORRECT = {
 }
 
 SPEED = {  # variant: tiles, and the head dimension
-    "plain": ([None, QUEUE, IN_TURN], 128),
+    "plain": ([None, EACH, QUEUE, IN_TURN], 128),
     "causal": ([None, EACH], 128),
     "window": ([None, EACH], 128),
     "documents": ([None, EACH], 128),

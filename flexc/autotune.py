@@ -65,8 +65,9 @@ def spaces(launch: Launch) -> list[Space]:
     tiles = cute_codegen.candidates(artifact.lowered, target, plan.padded_dim, plan.padded_dim_v, plan.group)
     found = [Space("forward", tuple(tiles), 0, cute_codegen.Tile)]
     if backward.backend.name == "cute":
-        sizes, has_mask = (backward.plan.padded_dim, backward.plan.padded_dim_v), backward.plan.walk == "runs"
-        tiles = cute_codegen.backward_candidates(target, *sizes, has_mask=has_mask)
+        plan = backward.plan
+        kernel = cute_codegen.print_backward(backward.lowered, approximate=plan.approximate, exact=plan.exact)
+        tiles = cute_codegen.backward_candidates(kernel, target, plan.padded_dim, plan.padded_dim_v, has_mask=plan.walk == "runs")
         found.append(Space("backward", tuple(tiles), 0, cute_codegen.BackwardTile))
     return found
 

@@ -26,7 +26,8 @@ def products(dtype, by_keys, rows, head_dim, head_dim_v):
     """The matrix products of a step: transposed scores, and the gradients of values, keys and queries.
 
     By keys each warpgroup has 64 rows of the first three, whose left operands after the first stay in registers; otherwise it has half of
-    the columns, and left operands lie in shared memory. Of the queries' gradient it has 64 rows if there are 128, else half of the columns.
+    the columns, and left operands lie in shared memory. Of the queries' gradient it has 64 rows if there are 128, half of the columns if
+    there are 64; of any other number of queries the gradient is transposed, [dims, queries], and a warpgroup has 64 dimensions.
     """
     k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
     atoms = (GROUPS, 1, 1) if by_keys else (1, GROUPS, 1)
@@ -40,13 +41,17 @@ def products(dtype, by_keys, rows, head_dim, head_dim_v):
     dv = product(k_major, mn_major, atoms, head_dim_v // share, source)
     dk = product(k_major, mn_major, atoms, head_dim // share, source)
     high = rows // 64
-    dq = product(mn_major, mn_major, (high, GROUPS // high, 1), head_dim * high // GROUPS)
+    if rows % 64:
+        dq = product(mn_major, k_major, (GROUPS, 1, 1), rows)
+    else:
+        dq = product(mn_major, mn_major, (high, GROUPS // high, 1), head_dim * high // GROUPS)
     return scores, dv, dk, dq
 
 
 def layouts(dtype, by_keys, by_parts, rows, columns, stages, head_dim, head_dim_v):
-    """Swizzled layouts in shared memory: q, dout, k, v, transposed scores; and dk, dv, dq before a bulk copy stores them.
+    """Swizzled layouts in shared memory: q, dout, k, v, scores; and dk, dv, dq before a bulk copy stores them.
 
+    Scores are [keys, queries], and [queries, keys] where the queries are not whole rows of the swizzle.
     Gradients of keys and values are a warpgroup's by parts, and both's otherwise. Products also read the others flipped, a share of the
     columns for each warpgroup; no share ends inside a row of the swizzle.
     """
@@ -58,7 +63,7 @@ def layouts(dtype, by_keys, by_parts, rows, columns, stages, head_dim, head_dim_
         _rows_in_shared(dtype, rows, head_dim_v, stages, head_dim_v // share),
         _rows_in_shared(dtype, columns, head_dim, 1, head_dim * high // GROUPS),
         _rows_in_shared(dtype, columns, head_dim_v, 1, head_dim_v),
-        _rows_in_shared(dtype, columns, rows, 2, rows),
+        _rows_in_shared(dtype, rows, columns, 2, columns) if rows % 64 else _rows_in_shared(dtype, columns, rows, 2, rows),
         _rows_in_shared(dtype, own_rows, head_dim // own, 1, head_dim // share),
         _rows_in_shared(dtype, own_rows, head_dim_v // own, 1, head_dim_v // share),
         _rows_in_shared(dtype, rows, head_dim, 1, head_dim * high // GROUPS),
@@ -185,9 +190,12 @@ def is_seen(words, n: cutlass.Constexpr, half: cutlass.Constexpr, pair: cutlass.
 
 
 @cute.jit
-def store_scores(product, packed, fragment, shared, stage, thread):
-    """A packed fragment of transposed scores into a stage of shared memory; `fragment` has the layout of its registers."""
-    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), packed.element_type)
+def store_scores(product, packed, fragment, shared, stage, thread, is_flipped: cutlass.Constexpr = False):
+    """A packed fragment of transposed scores into a stage of shared memory; `fragment` has the layout of its registers.
+
+    Where `is_flipped`, the memory has rows of queries, and `shared` is that seen `flipped`.
+    """
+    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(is_flipped, 4), packed.element_type)
     copy = cute.make_tiled_copy_C(atom, product).get_slice(thread)
     target = copy.partition_D(shared[None, None, stage])
     cute.copy(copy, copy.retile(cute.make_tensor(packed.iterator, fragment.layout)), target)
@@ -380,14 +388,19 @@ def read_part(sums, tile, part, group, size: cutlass.Constexpr, thread):
 
 
 @cute.jit
-def stage_rows(product, fragment, factor, shared, thread, dtype: cutlass.Constexpr):
-    """Both warpgroups' fragments times a factor, as 16-bit numbers, into shared memory (rows, columns), where a bulk copy can read them."""
+def stage_rows(product, fragment, factor, shared, thread, dtype: cutlass.Constexpr, is_flipped: cutlass.Constexpr = False):
+    """Both warpgroups' fragments times a factor, as 16-bit numbers, into shared memory (rows, columns), where a bulk copy can read them.
+
+    Where `is_flipped`, rows of the fragment are columns of the memory.
+    """
     rounded = cute.make_rmem_tensor(fragment.layout, dtype)
     for i in cutlass.range_constexpr(cute.size(fragment) // 2):
         pair = cute.make_tensor(fragment.iterator + 2 * i, 2).load() * factor
         cute.make_tensor(rounded.iterator + 2 * i, 2).store(pair.to(dtype))
-    copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype), product).get_slice(thread)
-    cute.copy(copy, copy.retile(rounded), copy.partition_D(shared))
+    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(is_flipped, 4), dtype)
+    copy = cute.make_tiled_copy_C(atom, product).get_slice(thread)
+    target = copy.partition_D(cute.make_tensor(shared.iterator, cute.select(shared.layout, mode=[1, 0])) if is_flipped else shared)
+    cute.copy(copy, copy.retile(rounded), target)
     publish_shared()
 
 

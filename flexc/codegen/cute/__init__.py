@@ -1,6 +1,7 @@
 """Graph + plan → CuTe DSL modules for Hopper: kernels, their launches, and the host functions `forward` and `backward` that call them."""
 
 from flexc.codegen.cute.backward import emit_backward
+from flexc.codegen.cute.backward_kernel import print_backward
 from flexc.codegen.cute.backward_plan import (
     BackwardPlan,
     BackwardTile,
@@ -29,5 +30,6 @@ __all__ = [
     "make_backward_plan",
     "make_plan",
     "map_blocks",
+    "print_backward",
     "reads_pairs",
 ]

@@ -39,6 +39,12 @@ class BackwardKernel(Kernel):
     guards_queries: bool = False
     contributions: Contributions | None = None
 
+    @property
+    def is_light(self) -> bool:
+        """The derivative of the score is 1 and little is worked out for an element: registers suffice for more queries in a step."""
+        lines = len(self.element) + (len(self.contributions.element) if self.contributions else 0)
+        return not self.factor and not self.loads_elements and lines <= 2
+
 
 def print_backward(graph: Graph, *, approximate: bool, exact: bool) -> BackwardKernel:
     """The statements of a graph that is differentiated and lowered to base 2.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flexc.codegen.cute.backward_kernel import print_backward
+from flexc.codegen.cute.backward_kernel import BackwardKernel, print_backward
 from flexc.codegen.cute.backward_terms import gradient_slots
 from flexc.codegen.cute.plan import refuse_unsupported
 from flexc.codegen.plans import Listed
@@ -40,6 +40,14 @@ class BackwardTile:
     stages: int = 2
     queue: bool = False
     direct: bool = False
+
+    @property
+    def flips_dq(self) -> bool:
+        """The queries' gradient is made transposed, [dims, queries], from score gradients in shared memory as [queries, keys].
+
+        Otherwise queries are rows of its product, which has 64 for each warpgroup, or for both.
+        """
+        return self.rows % 64 != 0
 
     def __str__(self) -> str:
         words = [f"{self.rows}x{self.columns} by {self.split}", f"{self.stages} stages"]
@@ -84,11 +92,12 @@ class BackwardPlan(Listed):
 
 
 # (D, Dv) after padding → tiles, best first, without a mask and with one, whose tiles are of uneven length. A warpgroup's share of the
-# dimensions must be whole rows of a swizzled buffer, 64 numbers. At D = 64 the registers do not suffice for a queue as well.
+# dimensions must be whole rows of a swizzled buffer, 64 numbers. At D = 64 the registers do not suffice for a queue as well; nor do they at
+# D = 128 for 80 queries and a mask, or a kernel that is not `is_light`.
 _WIDE = (BackwardTile(64, 64, "dims", 2, direct=True), BackwardTile(64, 64, "dims", 1))
 _TILES: dict[tuple[int, int], tuple[tuple[BackwardTile, ...], tuple[BackwardTile, ...]]] = {
     (64, 64): ((BackwardTile(128, 128),), (BackwardTile(128, 128),)),
-    (128, 128): ((BackwardTile(64, 128),), (BackwardTile(64, 128, queue=True), BackwardTile(64, 128))),
+    (128, 128): ((BackwardTile(80, 128), BackwardTile(64, 128)), (BackwardTile(64, 128, queue=True), BackwardTile(64, 128))),
 }
 
 
@@ -110,12 +119,12 @@ def backward_smem_bytes(tile: BackwardTile, padded_dim: int, padded_dim_v: int, 
 
 
 def backward_candidates(
-    target: Target, padded_dim: int, padded_dim_v: int, column_bytes: int = 0, *, has_mask: bool = False, deterministic: bool = False
+    kernel: BackwardKernel, target: Target, padded_dim: int, padded_dim_v: int, *, has_mask: bool = False, deterministic: bool = False
 ) -> list[BackwardTile]:
-    """Tiles that fit the target, best guess first."""
+    """Tiles that fit the target and what the kernel prints, best guess first."""
     listed = _TILES.get((padded_dim, padded_dim_v), (_WIDE, _WIDE))[int(has_mask)]
-    listed = [tile for tile in listed if not (deterministic and tile.direct)]
-    return [tile for tile in listed if backward_smem_bytes(tile, padded_dim, padded_dim_v, column_bytes) <= target.smem_bytes]
+    fitting = [tile for tile in listed if (kernel.is_light or not tile.flips_dq) and not (deterministic and tile.direct)]
+    return [tile for tile in fitting if backward_smem_bytes(tile, padded_dim, padded_dim_v, kernel.column_bytes) <= target.smem_bytes]
 
 
 def make_backward_plan(
@@ -148,9 +157,10 @@ def make_backward_plan(
     wide, wide_v = padded_dims(head_dim, head_dim_v)
     exact = precision == "exact"
     approximate = not exact and dtype == "bfloat16"
-    column_bytes = print_backward(graph, approximate=approximate, exact=exact).column_bytes
+    kernel = print_backward(graph, approximate=approximate, exact=exact)
+    column_bytes = kernel.column_bytes
     if tile is None:
-        fitting = backward_candidates(target, wide, wide_v, column_bytes, has_mask=has_mask, deterministic=deterministic)
+        fitting = backward_candidates(kernel, target, wide, wide_v, has_mask=has_mask, deterministic=deterministic)
     else:
         fitting = [tile]
     if not fitting or backward_smem_bytes(fitting[0], wide, wide_v, column_bytes) > target.smem_bytes:

@@ -217,7 +217,7 @@ class Machine:
             TiledProduct("scores", by_keys),
             TiledProduct("dv", by_keys),
             TiledProduct("dk", by_keys),
-            TiledProduct("dq", t.rows == 128),
+            TiledProduct("dq", t.rows == 128 or t.flips_dq),
         ]
         if t.queue:
             self.products += [TiledProduct("dk rows", True, True), TiledProduct("dv rows", True, True)]
@@ -251,7 +251,7 @@ class Machine:
             "dout": (t.stages, t.rows, dv),
             "k": (1, t.columns, d),
             "v": (1, t.columns, dv),
-            "scores": (2, t.columns, t.rows),
+            "scores": (2, t.rows, t.columns) if t.flips_dq else (2, t.columns, t.rows),
             "weights": (2, t.columns, t.rows),
         }
         if name == "dq" and _here.block.kernel == "convert":
@@ -400,9 +400,14 @@ class Machine:
         while len(_here.products) > count:
             _here.products.pop(0).end()
 
-    def store_scores(self, product: TiledProduct, packed: Fragment, fragment: Any, shared: Any, stage: Any, thread: Any) -> None:
-        self.put(product, [packed[i].value for i in range(len(packed.items))], shared.data[int(stage)])
-        self.written(shared, int(stage))
+    def store_scores(
+        self, product: TiledProduct, packed: Fragment, fragment: Any, shared: Any, stage: Any, thread: Any, is_flipped: bool = False
+    ) -> None:
+        assert isinstance(shared, Flipped) == is_flipped
+        buffer = shared.buffer if is_flipped else shared
+        data = buffer.data[int(stage)]
+        self.put(product, [packed[i].value for i in range(len(packed.items))], data.T if is_flipped else data)
+        self.written(buffer, int(stage))
 
     def put(self, product: TiledProduct, values: Sequence[np.ndarray], data: np.ndarray) -> None:
         first_row, first_column, _ = product.part(*data.shape)
@@ -410,9 +415,11 @@ class Machine:
             row, column = position(i)
             data[first_row + row, first_column + column] = value
 
-    def stage_rows(self, product: TiledProduct, fragment: Registers, factor: Any, shared: Slot, thread: Any, dtype: Any) -> None:
+    def stage_rows(
+        self, product: TiledProduct, fragment: Registers, factor: Any, shared: Slot, thread: Any, dtype: Any, is_flipped: bool = False
+    ) -> None:
         values = [self.rounded((fragment[i] * factor).value) for i in range(len(fragment.items))]
-        self.put(product, values, shared.data)
+        self.put(product, values, shared.data.T if is_flipped else shared.data)
         self.written(shared.buffer, 0)
         if not product.is_own:
             self.publish_shared()

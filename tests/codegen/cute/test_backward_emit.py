@@ -142,6 +142,31 @@ def test_every_head_dimension_has_a_tile(name, head_dim, head_dim_v):
     assert 64 * own * 2 <= 4 * (t.rows * plan.padded_dim // 2), "a warpgroup's values' gradient fits in its part of the queries' gradient"
 
 
+def test_80_queries_where_registers_and_shared_memory_suffice():
+    keys, queries = torch.ones(700), torch.ones(700)
+
+    def of_keys(score, batch, head, q_idx, kv_idx):
+        return score + keys[kv_idx]
+
+    def of_queries(score, batch, head, q_idx, kv_idx):
+        return score + queries[q_idx]
+
+    def of_distances(score, batch, head, q_idx, kv_idx):
+        return score - torch.sqrt(torch.abs(q_idx - kv_idx) + 1.0)
+
+    rows = {f: planned(lowered(f, None)).backward.rows for f in (None, alibi, of_keys, softcap, of_queries, of_distances)}
+    assert rows == {None: 80, alibi: 80, of_keys: 80, softcap: 64, of_queries: 64, of_distances: 64}
+    assert planned(lowered(alibi, causal)).backward.rows == 64
+    assert planned(lowered(None, None), head_dim=64, head_dim_v=64).backward.rows == 128
+
+
+def test_80_queries_are_columns_of_their_gradient():
+    wide, narrow = (text_of(None, None, tile=BackwardTile(rows, 128)) for rows in (80, 64))
+    assert "steps.begin(dq_product, dq, key_columns, 0, score_columns, side, True)" in wide
+    assert "steps.begin(dq_product, dq, score_columns, side, key_columns, 0, True)" in narrow
+    assert wide.count("steps.flipped(score_stage), side, thread, True)") == 2 and "scale, dq_stage, thread, DTYPE, True)" in wide
+
+
 def test_what_the_kernels_lack_is_refused():
     bias, slopes = (torch.ones(n, requires_grad=True) for n in (700, 4))
 
@@ -229,7 +254,7 @@ def test_holes_and_fields_are_the_same_set():
     read = {f.name for f in fields(BackwardKernel)} - of_forward | {"stages_scores", "staged_for_mask"}
     assert set(re.findall(r"\bkernel\.(?!py)(\w+)", source)) == read
     assert set(re.findall(r"\bplan\.(\w+)", source)) <= {f.name for f in fields(BackwardPlan)}
-    assert set(re.findall(r"\bt\.(\w+)", source)) == {f.name for f in fields(BackwardTile)}
+    assert set(re.findall(r"\bt\.(\w+)", source)) == {f.name for f in fields(BackwardTile)} | {"flips_dq"}
     assert not re.search(r"cute\.math\.|tanh|reciprocal|floor_quotient", text), "what an op is called is said in rows.py only"
 
 

@@ -114,6 +114,7 @@ def test_kernels_compute_the_gradients_of_their_variant(name):
 
 
 QUEUE = BackwardTile(64, 128, queue=True)
+ROWS_80, ROWS_80_SMALL = BackwardTile(80, 128), BackwardTile(80, 128, stages=1)
 CASES = {
     "grouped heads, a short head": ("causal", {"batch": 2, "heads": 4, "kv_heads": 2, "kv_len": 100, "with_lse": True}),
     "head dimension 64": ("alibi", {"heads": 1, "q_len": 300, "kv_len": 140}),
@@ -136,6 +137,10 @@ CASES = {
         {"heads": 3, "kv_heads": 3, "tile": BackwardTile(128, 128, queue=True), "blocks_of_threads": 1},
     ),
     "a block of threads for each tile": ("causal", {"head_dim": 128, "tile": BackwardTile(64, 128)}),
+    "64 queries, grouped": ("plain", {"head_dim": 128, "q_len": 170, "kv_len": 190, "with_lse": True, "tile": BackwardTile(64, 128)}),
+    "80 queries, grouped": ("alibi", {"head_dim": 128, "heads": 4, "q_len": 333, "kv_len": 200, "with_lse": True, "tile": ROWS_80}),
+    "80 queries, a mask": ("causal", {"head_dim": 128, "q_len": 170, "kv_len": 190, "tile": ROWS_80}),
+    "80 queries, values staged": ("documents", {"head_dim": 128, "heads": 1, "q_len": 170, "kv_len": 190, "tile": ROWS_80_SMALL}),
     "few tokens": ("plain", {"q_len": 5, "kv_len": 3, "head_dim": 128}),
     "in turn": ("plain", {"head_dim": 128, "batch": 2, "q_len": 150, "kv_len": 300, "deterministic": True}),
     "in turn, a queue": (
