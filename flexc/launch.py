@@ -47,6 +47,7 @@ class Launch:
             lse = torch.full(q.shape[:3], -math.inf, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
             return (out, lse, lse.clone()) if self.options.max_scores else (out, lse)
         artifact = self.artifact
+        compiling = self._compiling(artifact, "forward", tensors, q.device) if "forward" in artifact.unlaunched else ()
         maps = self._walked_forward(tensors, q.device) if artifact.map_blocks else {}
         again = self.remembered.again
         if again is not None:
@@ -59,6 +60,8 @@ class Launch:
                     results = again(q, k, v, self.scale, tensors, self.scalars, walk)
             if results is not None:
                 return results
+        for thread in compiling:
+            thread.join()
         call = Call(q, k, v, self.scale, tuple(tensors), self.scalars)
         if artifact.backend.record is not None and self.remembered.is_worth_recording() and settings.current().override is None:
             results, self.remembered.again = artifact.backend.record(artifact.module, call, maps)
@@ -101,9 +104,17 @@ class Launch:
         artifact = self.artifact.for_backward(self.shapes, self.options)
         if self.options.deterministic:
             refuse_large_sums(artifact, tensors)
+        compiling = self._compiling(artifact, "backward", tensors, q.device) if "backward" in artifact.unlaunched else ()
         maps = self._walked(self.block_maps(tensors, q.device, artifact=artifact), q.device)
+        for thread in compiling:
+            thread.join()
         dq, dk, dv, gradients = artifact.backend.backward(artifact.module, call, maps, out, lse, dout, dlse)
         return dq, dk, dv, *(None if g is None else g.to(t.dtype) for g, t in zip(gradients, tensors, strict=True))
+
+    def _compiling(self, artifact: Artifact, direction: str, tensors: Sequence[Tensor], device: torch.device) -> Sequence[threading.Thread]:
+        from flexc.side_by_side import begin
+
+        return begin(artifact, direction, self.shapes, tensors, self.scalars, device)
 
     @property
     def has_no_pairs(self) -> bool:

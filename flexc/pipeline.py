@@ -54,6 +54,8 @@ class Artifact:
         seconds: time spent on passes, plan and text.
         title: what the user calls the variant.
         because: why it was compiled, in words.
+        unlaunched: of "forward" and "backward" what has not been launched yet, of a module that was printed just now: no cache has its
+            machine code.
     """
 
     traced: Graph
@@ -69,6 +71,7 @@ class Artifact:
     seconds: float
     title: str
     because: str
+    unlaunched: set[str] = field(default_factory=set, repr=False)
     _module: ModuleType | None = field(default=None, repr=False)
     _backward: Artifact | None = field(default=None, repr=False)
     _decoding: dict[tuple, Artifact] = field(default_factory=dict, repr=False)
@@ -235,6 +238,8 @@ def compile_attention(
     seconds = time.perf_counter() - started
     record(Compilation("source", title, backend.name, target.arch, because, not is_printed, seconds, key))
     artifact = Artifact(traced, graph, lowered, plan, source, backend, reason, target, key, path, seconds, title, because)
+    if is_printed:
+        artifact.unlaunched |= {"forward", "backward"}
     _dump(artifact)
     return artifact
 

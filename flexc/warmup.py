@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import difflib
 import json
-import math
 import os
 import queue
 import subprocess
@@ -31,11 +30,11 @@ from flexc.backends import Options, Shapes
 from flexc.compile_log import BinaryLog, CompileLog, compile_log, refuse_if_forbidden
 from flexc.errors import InputError, ShapeError, ToolchainError
 from flexc.inference.decode import of_decoding
-from flexc.ir.graph import inputs_of
 from flexc.pipeline import Artifact
 from flexc.runtime.cache import cache_of
 from flexc.runtime.cute_compile import CuteJob
-from flexc.runtime.triton_ahead import Job, KernelsJob, StandIn, compile_ahead, job_of, pretend_to_have
+from flexc.runtime.triton_ahead import Job, KernelsJob, compile_ahead, job_of, pretend_to_have
+from flexc.side_by_side import FORWARD, job_for
 from flexc.target import Target
 
 AnyJob = Job | KernelsJob | CuteJob
@@ -240,28 +239,8 @@ def _backend_for(spec: _Resolved, name: str) -> tuple[backends.Backend, str]:
 
 
 def _job(artifact: Artifact, spec: _Resolved, binding: frontend.Binding, walked: Shapes | None = None) -> Job:
-    """The module's kernels; `walked` has the sizes as its block maps see them, where those are not the spec's."""
-    shapes = spec.shapes
-    walked = walked or shapes
-    mask = artifact.mask_alone.graph.mask
-    reads = frozenset() if mask is None else inputs_of(mask)
-    entries = (walked.batch if "batch" in reads else 1, walked.heads_q if "head" in reads else 1)
-    maps = {}
-    for name, (rows, columns) in artifact.map_blocks.items():
-        count = math.ceil(walked.q_len / rows), math.ceil(walked.kv_len / columns)
-        maps[name] = (*entries, *(reversed(count) if name == "dkv" else count))
-    return Job(
-        path=str(artifact.path),
-        capability=spec.target.capability,
-        kernels=tuple(name for name in artifact.module.LAUNCH if spec.backward or name in _FORWARD),
-        q=(shapes.batch, shapes.heads_q, shapes.q_len, shapes.head_dim),
-        k=(shapes.batch, shapes.heads_kv, shapes.kv_len, shapes.head_dim),
-        v=(shapes.batch, shapes.heads_kv, shapes.kv_len, shapes.head_dim_v),
-        dtype_name=shapes.dtype_name,
-        tensors=tuple(map(StandIn.of, binding.tensors)),
-        scalars=binding.scalars,
-        maps=maps,
-    )
+    kernels = tuple(name for name in artifact.module.LAUNCH if spec.backward or name in FORWARD)
+    return job_for(artifact, spec.shapes, spec.target.capability, binding.tensors, binding.scalars, kernels, walked)
 
 
 def _map_jobs(artifact: Artifact, spec: _Resolved, binding: frontend.Binding, walked: Shapes) -> list[KernelsJob]:
@@ -290,14 +269,11 @@ def _cute_jobs(artifact: Artifact, spec: _Resolved, binding: frontend.Binding, o
     if other.backend.name == "cute":
         return [*jobs, (other, _cute_job(other))]
     parts = _parts(_job(other, spec, binding))
-    return [*jobs, *((other, part) for part in parts if part.kernels[0] not in _FORWARD)]
+    return [*jobs, *((other, part) for part in parts if part.kernels[0] not in FORWARD)]
 
 
 def _cute_job(artifact: Artifact) -> CuteJob:
     return CuteJob(str(artifact.path), tuple(artifact.module.LAUNCHERS))
-
-
-_FORWARD = ("forward_kernel", "schedule_kernel", "split_kernel", "combine_kernel")
 
 
 def _parts(job: Job) -> list[Job]:
