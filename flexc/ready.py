@@ -20,6 +20,7 @@ Tensor = torch.Tensor
 _MOST_LIKENESSES = 256
 _MOST_TRACES = 16  # of one likeness
 _MOST_CHECKS = 32
+_is_deterministic = torch._C._get_deterministic_algorithms  # what `torch.are_deterministic_algorithms_enabled` asks
 LARGEST_SCALE = torch.finfo(torch.float32).max
 
 
@@ -127,4 +128,4 @@ def likeness_of(q: Tensor, k: Tensor, v: Tensor, *asked: Any) -> tuple | None:
 
 def wants_determinism() -> bool:
     """`torch.use_deterministic_algorithms(True)` asks every kernel for it. With warn_only=True a kernel that cannot be so is let be."""
-    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    return _is_deterministic() and not torch.is_deterministic_algorithms_warn_only_enabled()

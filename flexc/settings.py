@@ -200,13 +200,23 @@ class Settings:
         return {row.field: getattr(self, row.field) for row in TABLE if row.changes_code}
 
 
+_last: tuple[tuple[Any, ...], Settings] | None = None  # the environment mostly is as it was: to compare takes less than to hash
+
+
 def current() -> Settings:
     """The settings as the environment has them at this moment. Cheap enough for every call of a kernel.
 
     Raises:
         SettingError: a bad value, or an unknown FLEXC_* name (looked for whenever a known one changed).
     """
-    return _parse(tuple(map(_environment.get, _RAW_NAMES)))
+    global _last
+    raw = tuple(map(_environment.get, _RAW_NAMES))
+    known = _last
+    if known is not None and known[0] == raw:
+        return known[1]
+    found = _parse(raw)
+    _last = raw, found
+    return found
 
 
 @lru_cache(maxsize=64)
