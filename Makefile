@@ -43,7 +43,7 @@ test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m 'slow and not gpu' -n $(JOBS) --dist worksteal $(TEST_ARGS)
 
 test-gpu: $(VENV)/.dev
-	$(BIN)/python -m pytest -m gpu $(TEST_ARGS)
+	$(BIN)/python -m pytest -m gpu -n $(JOBS) --dist worksteal $(TEST_ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
