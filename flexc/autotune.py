@@ -67,7 +67,8 @@ def spaces(launch: Launch) -> list[Space]:
     if backward.backend.name == "cute":
         plan = backward.plan
         kernel = cute_codegen.print_backward(backward.lowered, approximate=plan.approximate, exact=plan.exact)
-        tiles = cute_codegen.backward_candidates(kernel, target, plan.padded_dim, plan.padded_dim_v, has_mask=plan.walk == "runs")
+        asked = {"has_mask": plan.walk == "runs", "deterministic": plan.deterministic}
+        tiles = cute_codegen.backward_candidates(kernel, target, plan.padded_dim, plan.padded_dim_v, **asked)
         found.append(Space("backward", tuple(tiles), 0, cute_codegen.BackwardTile))
     return found
 

@@ -204,6 +204,15 @@ def test_tiles_of_cute_kernels_are_searched_and_kept_too(backend, cache):
     assert chosen(launch, trace, (), CPU, lambda: pytest.fail("timed again")).artifact is winner.artifact
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_tiles_that_add_in_no_fixed_order_are_not_tried_in_a_deterministic_kernel(deterministic, cache):
+    trace, binding = frontend.trace(None, None)
+    shapes, options = dataclasses.replace(SHAPES, head_dim=256, head_dim_v=256), Options(deterministic=deterministic)
+    artifact = pipeline.artifact_for(trace, shapes, HOPPER, backends.CUTE, "asked for", options, "attention")
+    _, backward = autotune.spaces(Launch(artifact, shapes, 0.125, binding.scalars, options, "attention"))
+    assert any(tile.direct for tile in backward.tiles) is not deterministic and not all(tile.direct for tile in backward.tiles)
+
+
 # --- one kernel alone ----------------------------------------------------------------------------------------------------------------
 
 

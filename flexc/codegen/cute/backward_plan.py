@@ -154,6 +154,8 @@ def make_backward_plan(
     if deterministic and gradient_slots(graph):
         names = ", ".join(graph.tensors[slot].name for slot in gradient_slots(graph))
         raise UnsupportedError(f"deterministic=True with gradients of captured tensors ({names}) in a backward kernel of the cute backend")
+    if deterministic and tile is not None and tile.direct:
+        raise UnsupportedError(f"deterministic=True with the tile {tile} in the backward kernel of the cute backend: expected another")
     wide, wide_v = padded_dims(head_dim, head_dim_v)
     exact = precision == "exact"
     approximate = not exact and dtype == "bfloat16"

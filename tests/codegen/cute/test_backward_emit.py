@@ -184,6 +184,8 @@ def test_what_the_kernels_lack_is_refused():
         planned(lowered(None, causal), deterministic=True)
     with pytest.raises(UnsupportedError, match=r"deterministic=True with gradients of captured tensors \(slopes\)"):
         planned(lowered(lambda score, batch, head, q_idx, kv_idx: score + slopes[head], None), deterministic=True)
+    with pytest.raises(UnsupportedError, match="deterministic=True with the tile 64x64 by dims, 2 stages, direct"):
+        planned(lowered(None, None), head_dim=256, head_dim_v=256, deterministic=True, tile=BackwardTile(64, 64, "dims", 2, direct=True))
     with pytest.raises(UnsupportedError, match="expected float16 or bfloat16"):
         planned(lowered(None, None), dtype="float32")
     with pytest.raises(UnsupportedError, match="expected at most 256, got 264"):
