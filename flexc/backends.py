@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -259,22 +260,12 @@ def _forward_on_gpu(module: Any, call: Call, maps: Maps) -> tuple[Tensor, ...]:
         return module.forward(call.q, call.k, call.v, call.scale, call.tensors, call.scalars, rows)
 
 
-def _record_triton(module: Any, call: Call, maps: Maps) -> tuple[tuple[Tensor, ...], Callable[..., Any] | None]:
+def _record(again: Any, module: Any, call: Call, maps: Maps) -> tuple[tuple[Tensor, ...], Callable[..., Any] | None]:
     if call.q.device.type != "cuda":
         return _forward_on_gpu(module, call, maps), None
-    from flexc.runtime.triton_again import record
-
     rows = maps["forward"].row_walk() if maps else None
     with on_device(call.q.device):
-        return record(module, call.q, call.k, call.v, call.scale, call.tensors, call.scalars, rows)
-
-
-def _record_cute(module: Any, call: Call, maps: Maps) -> tuple[tuple[Tensor, ...], Callable[..., Any] | None]:
-    from flexc.runtime.cute_again import record
-
-    rows = maps["forward"].row_walk() if maps else None
-    with on_device(call.q.device):
-        return record(module, call.q, call.k, call.v, call.scale, call.tensors, call.scalars, rows)
+        return again.record(module, call.q, call.k, call.v, call.scale, call.tensors, call.scalars, rows)
 
 
 def _backward_triton(module: Any, call: Call, maps: Maps, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Any:
@@ -328,7 +319,7 @@ TRITON = Backend(
     forward=_forward_on_gpu,
     backward=_backward_triton,
     packages=("torch", "triton"),
-    record=_record_triton,
+    record=partial(_record, Later("flexc.runtime.triton_again")),
     gradient_bytes=lambda *given: triton_codegen.gradient_bytes(*given),
 )
 CUTE_BACKWARD = Backend(
@@ -363,7 +354,7 @@ CUTE = Backend(
     backward=_no_backward,
     packages=("torch", "nvidia-cutlass-dsl"),
     backward_by=(CUTE_BACKWARD, TRITON),
-    record=_record_cute,
+    record=partial(_record, Later("flexc.runtime.cute_again")),
 )
 DECODE = Backend(  # the triton backend's way for short queries against many keys: a packed graph, forward only
     name="triton",

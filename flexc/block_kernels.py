@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-import re
 import threading
 import time
 from collections import OrderedDict
@@ -47,7 +46,7 @@ from flexc.compile_log import BinaryLog, Compilation, record, refuse_if_forbidde
 from flexc.errors import UnsupportedError
 from flexc.ir.graph import Graph, inputs_of
 from flexc.map_making import is_capturing
-from flexc.pipeline import generator_digest
+from flexc.pipeline import generator_digest, lines_of, text_without_lines
 from flexc.runtime.cache import cache_of
 from flexc.runtime.key import key_of
 from flexc.runtime.machine_code import CompiledModule
@@ -300,8 +299,7 @@ def _builder(graph: Graph, block: tuple[int, int], exact: bool) -> _Builder:
 
 
 def _module(graph: Graph, plan: BlocksPlan, title: str) -> tuple[ModuleType, BlocksText]:
-    lines = sorted({str(location) for location in graph.lines.values()})
-    parts = {"graph": re.sub(" *  # .*", "", str(graph)), "lines": lines, "plan": dataclasses.asdict(plan)}
+    parts = {"graph": text_without_lines(graph), "lines": lines_of(graph), "plan": dataclasses.asdict(plan)}
     return _loaded(lambda: emit_blocks(graph, plan), title or "a mask", **parts)
 
 

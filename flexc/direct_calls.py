@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flexc import settings
-from flexc.alike import like
+from flexc.alike import address, like
 from flexc.autograd import run
 from flexc.launch import Launch
 from flexc.ready import wants_determinism
@@ -85,7 +85,7 @@ def directly(dispatched: Callable[..., Any], launch_of: Callable[..., Launch | N
             return dispatched(q, k, v, tensors, variant, scale, ints, floats)
         asked = scale, settings.current(), wants_determinism()
         for known in calls.known:
-            if known.check(q, k, v, *tensors) and known.asked == asked and _address(q, k, v) % 16 == known.remainder:
+            if known.check(q, k, v, *tensors) and known.asked == asked and address(q, k, v) % 16 == known.remainder:
                 if known.has_leaves and _is_grad_enabled():
                     break
                 captured = tuple(tensors)
@@ -107,11 +107,7 @@ def _like(given: tuple, asked: tuple, launch_of: Callable[..., Launch | None]) -
     has_leaves = any([x.requires_grad for x in (q, k, v, *tensors)])
     check = like((q, k, v, *tensors))
     launch = None if check is None else launch_of(*given)
-    return None if check is None or launch is None else _Like(check, asked, _address(q, k, v) % 16, has_leaves, launch)
-
-
-def _address(q: Tensor, k: Tensor, v: Tensor) -> int:
-    return q.data_ptr() | k.data_ptr() | v.data_ptr()
+    return None if check is None or launch is None else _Like(check, asked, address(q, k, v) % 16, has_leaves, launch)
 
 
 def all_same(taken: Sequence[Tensor], given: Sequence[Tensor]) -> bool:

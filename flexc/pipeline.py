@@ -363,8 +363,8 @@ def clear_cache() -> None:
 def _key(traced: Graph, lowered: Graph, plan: Any, target: Target, backend: Backend, title: str) -> str:
     return key_of(
         title=title,
-        graph=re.sub(" *  # .*", "", str(lowered)),
-        lines=sorted({str(location) for location in traced.lines.values()}),
+        graph=text_without_lines(lowered),
+        lines=lines_of(traced),
         plan=dataclasses.asdict(plan),
         target=dataclasses.asdict(target),
         backend=backend.name,
@@ -372,6 +372,16 @@ def _key(traced: Graph, lowered: Graph, plan: Any, target: Target, backend: Back
         versions={name: _version(name) for name in backend.packages},
         settings=settings.current().key(),
     )
+
+
+def text_without_lines(graph: Graph) -> str:
+    """For a cache key, the graph without the user's file and line of each node, which `lines_of` has."""
+    return re.sub(" *  # .*", "", str(graph))
+
+
+def lines_of(graph: Graph) -> list[str]:
+    """The user's lines that a graph was made from: texts that are printed from it quote them."""
+    return sorted({str(location) for location in graph.lines.values()})
 
 
 @cache

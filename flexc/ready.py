@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flexc.alike import like
+from flexc.alike import address, like
 from flexc.extents import Extent
 from flexc.launch import Launch
 
@@ -58,7 +58,7 @@ class ReadyLaunches:
     def like(self, q: Tensor, k: Tensor, v: Tensor, *asked: Any) -> dict[Any, Ready] | None:
         """By trace, the launches for such inputs, with what else was asked."""
         newest = self._newest
-        if newest is not None and newest.asked == asked and newest.check(q, k, v) and (_address(q, k, v) % 16 == 0) is newest.is_aligned:
+        if newest is not None and newest.asked == asked and newest.check(q, k, v) and (address(q, k, v) % 16 == 0) is newest.is_aligned:
             return newest.known
         likeness = likeness_of(q, k, v, *asked)
         known = None if likeness is None else self._kept.get(likeness)
@@ -73,7 +73,7 @@ class ReadyLaunches:
         check = like((q, k, v))
         if check is not None:
             self._checks_made += 1
-            self._newest = _Newest(check, asked, _address(q, k, v) % 16 == 0, known)
+            self._newest = _Newest(check, asked, address(q, k, v) % 16 == 0, known)
 
     def keep(self, likeness: tuple | None, trace: Any, ready: Ready) -> None:
         """Keep a launch for inputs of this likeness, if they have one."""
@@ -106,11 +106,6 @@ class _Newest(NamedTuple):
     known: dict[Any, Ready]
 
 
-def _address(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """A multiple of each power of two that all three begin at multiples of."""
-    return q.data_ptr() | k.data_ptr() | v.data_ptr()
-
-
 def likeness_of(q: Tensor, k: Tensor, v: Tensor, *asked: Any) -> tuple | None:
     """What decides how inputs are taken, with what else was asked; None for what is no dense tensor."""
     try:
@@ -119,7 +114,7 @@ def likeness_of(q: Tensor, k: Tensor, v: Tensor, *asked: Any) -> tuple | None:
             *(q.stride(), k.stride(), v.stride()),
             *(q.dtype, k.dtype, v.dtype),
             *(q.device, k.device, v.device),
-            _address(q, k, v) % 16 == 0,
+            address(q, k, v) % 16 == 0,
             *asked,
         )
     except (RuntimeError, AttributeError, NotImplementedError):  # nested and sparse tensors have no sizes or strides

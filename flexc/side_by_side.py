@@ -20,7 +20,7 @@ from flexc.ir.graph import inputs_of
 from flexc.map_making import is_capturing
 from flexc.pipeline import Artifact
 from flexc.runtime.cute_compile import CuteJob
-from flexc.runtime.triton_ahead import Job, StandIn, compile_ahead
+from flexc.runtime.triton_ahead import Job, StandIn
 
 FORWARD = ("forward_kernel", "schedule_kernel", "split_kernel", "combine_kernel")
 
@@ -46,7 +46,7 @@ def begin(
         names = [name for name in artifact.module.LAUNCH if (name in FORWARD) == (direction == "forward")]
         jobs: list[Any] = [job_for(artifact, shapes, artifact.target.capability, tensors, scalars, (name,)) for name in names]
     elif artifact.backend in (backends.CUTE, backends.CUTE_BACKWARD):
-        jobs = [CuteJob(str(artifact.path), tuple(artifact.module.LAUNCHERS))]
+        jobs = [cute_job_for(artifact)]
     else:
         return []
     threads = [
@@ -59,10 +59,7 @@ def begin(
 
 def _compile(module: Any, job: Job | CuteJob, device: torch.device) -> None:
     with contextlib.suppress(Exception), torch.cuda.device(device):  # whoever launches the kernel meets the error again
-        if isinstance(job, Job):
-            compile_ahead(module, job)
-        else:
-            job.compile(module)
+        job.compile(module)
 
 
 def job_for(
@@ -95,3 +92,8 @@ def job_for(
         scalars=scalars,
         maps=maps,
     )
+
+
+def cute_job_for(artifact: Artifact) -> CuteJob:
+    """All kernels of a module of the cute backend, which look at nothing of a call."""
+    return CuteJob(str(artifact.path), tuple(artifact.module.LAUNCHERS))

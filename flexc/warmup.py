@@ -34,7 +34,7 @@ from flexc.pipeline import Artifact
 from flexc.runtime.cache import cache_of
 from flexc.runtime.cute_compile import CuteJob
 from flexc.runtime.triton_ahead import Job, KernelsJob, compile_ahead, job_of, pretend_to_have
-from flexc.side_by_side import FORWARD, job_for
+from flexc.side_by_side import FORWARD, cute_job_for, job_for
 from flexc.target import Target
 
 AnyJob = Job | KernelsJob | CuteJob
@@ -262,18 +262,14 @@ def _map_jobs(artifact: Artifact, spec: _Resolved, binding: frontend.Binding, wa
 
 def _cute_jobs(artifact: Artifact, spec: _Resolved, binding: frontend.Binding, options: Options) -> list[tuple[Artifact, AnyJob]]:
     """The forward kernel, and what runs the backward pass: kernels of this backend's own, or Triton's."""
-    jobs: list[tuple[Artifact, AnyJob]] = [(artifact, _cute_job(artifact))]
+    jobs: list[tuple[Artifact, AnyJob]] = [(artifact, cute_job_for(artifact))]
     if not spec.backward:
         return jobs
     other = artifact.for_backward(spec.shapes, options)
     if other.backend.name == "cute":
-        return [*jobs, (other, _cute_job(other))]
+        return [*jobs, (other, cute_job_for(other))]
     parts = _parts(_job(other, spec, binding))
     return [*jobs, *((other, part) for part in parts if part.kernels[0] not in FORWARD)]
-
-
-def _cute_job(artifact: Artifact) -> CuteJob:
-    return CuteJob(str(artifact.path), tuple(artifact.module.LAUNCHERS))
 
 
 def _parts(job: Job) -> list[Job]:

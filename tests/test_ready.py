@@ -82,6 +82,7 @@ def test_inputs_like_the_last_ones_are_not_looked_up(looked_up):
     unaligned = torch.nn.functional.pad(q.flatten(), (1, 0))[1:].view(q.shape)
     different = (q[:1], k[:1], v[:1]), (unaligned, k, v), (q, k, v.mT.contiguous().mT), (q.clone().requires_grad_(), k, v)
     for number, inputs in enumerate(different, 3):
+        # float32 sums of 20 keys, against float64
         torch.testing.assert_close(kernel(*inputs).double(), flexc.reference(None, causal, *inputs)[0], atol=1e-5, rtol=1e-5)
         assert len(looked_up) == number
 

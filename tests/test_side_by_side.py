@@ -77,7 +77,7 @@ def test_nothing_where_there_is_nothing_to_compile_or_to_wait_for(fresh, compile
 
 
 def test_a_compiler_that_fails_is_left_to_the_launch(monkeypatch):
-    monkeypatch.setattr(side_by_side, "compile_ahead", lambda module, job: 1 / 0)
+    monkeypatch.setattr(side_by_side.Job, "compile", lambda job, module: 1 / 0)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     side_by_side._compile(None, side_by_side.Job("", 90, ("forward_kernel",), (), (), (), "float16"), GPU)
 
