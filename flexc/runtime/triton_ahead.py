@@ -136,16 +136,14 @@ def job_of(line: str) -> Job | KernelsJob:
 
 def compile_ahead(module: ModuleType, job: Job) -> None:
     """Fill the cache, and this process's memory of the module's kernels, for Triton's active driver."""
-    launchers = {name: _Ahead(getattr(module, name) if name in job.kernels else None) for name in module.LAUNCH}
-    forward = _with_globals(module.forward, launchers)
+    host = _host_of(module, {name: _Ahead(getattr(module, name) if name in job.kernels else None) for name in module.LAUNCH})
     dtype = getattr(torch, job.dtype_name)
     q, k, v = (torch.empty(shape, dtype=dtype, device="meta") for shape in (job.q, job.k, job.v))
     given = 1 / math.sqrt(q.shape[3]), job.tensors, job.scalars
-    out, lse = forward(q, k, v, *given, _walk(job.maps.get("forward")))
-    if hasattr(module, "backward") and set(job.kernels) - {"forward_kernel"}:
-        backward = _with_globals(module.backward, launchers)
+    out, lse = host["forward"](q, k, v, *given, _walk(job.maps.get("forward")))
+    if "backward" in host and set(job.kernels) - {"forward_kernel"}:
         for dlse in (None, lse):
-            backward(q, k, v, out, lse, out, dlse, *given, _walk(job.maps.get("dq")), _walk(job.maps.get("dkv")))
+            host["backward"](q, k, v, out, lse, out, dlse, *given, _walk(job.maps.get("dq")), _walk(job.maps.get("dkv")))
 
 
 def pretend_to_have(capability: int) -> None:
@@ -174,8 +172,17 @@ class _Ahead:
         return lambda *args, **options: self.function.warmup(*args, grid=grid, **options)
 
 
-def _with_globals(function: Any, others: dict[str, Any]) -> Any:
-    return FunctionType(function.__code__, {**function.__globals__, **others}, function.__name__, function.__defaults__)
+def _host_of(module: ModuleType, stand_ins: dict[str, _Ahead]) -> dict[str, Any]:
+    """The module's names with stand-ins for its kernels, which every host function sees: those that host functions call, too.
+
+    A kernel that one of them launched all the same would be handed addresses at which nothing is.
+    """
+    names = {**vars(module), **stand_ins}
+    for name, found in vars(module).items():
+        if isinstance(found, FunctionType) and found.__globals__ is vars(module):
+            names[name] = FunctionType(found.__code__, names, name, found.__defaults__)
+            names[name].__kwdefaults__ = found.__kwdefaults__
+    return names
 
 
 def _walk(shape: Shape | None) -> SimpleNamespace | None:
