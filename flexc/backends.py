@@ -339,7 +339,7 @@ CUTE_BACKWARD = Backend(
     forward=_no_forward,
     backward=_backward_cute,
     packages=("torch", "nvidia-cutlass-dsl"),
-    workspace_bytes=lambda plan, s: cute_codegen.backward_workspace_bytes(plan, s.batch * s.heads_q, s.q_len),
+    workspace_bytes=lambda plan, s: cute_codegen.backward_workspace_bytes(plan, s.batch * s.heads_q, s.q_len, s.kv_len),
     gradient_bytes=lambda graph, deterministic, elements: cute_codegen.backward_gradient_bytes(graph, elements),
 )
 CUTE = Backend(

@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 GROUPS = 2
 GROUP_THREADS = 128
 ALL = 1  # named barriers: both computing warpgroups;
-FULL, EMPTY = 2, 4  # the buffer of a warpgroup's part of the queries' gradient, with the warp that adds it up: from here on one each
+FULL, EMPTY = 2, 10  # the buffer of a warpgroup's part of the queries' gradient, with the warp that adds it up: from here on one each
 WARP_TOO = GROUP_THREADS + 32
 
 
@@ -342,11 +342,12 @@ def hand_floats(parts, fragment, orders, order, group, thread):
 
 
 @cute.jit
-def hand_rows(product, fragment, factor, parts, layout, orders, order, group, thread, dtype: cutlass.Constexpr):
-    """A fragment of the keys' or values' gradient times a factor, as 16-bit numbers, to be stored."""
-    cute.arch.barrier(barrier_id=EMPTY + group, number_of_threads=WARP_TOO)
+def hand_rows(product, fragment, factor, parts, layout, orders, order, group, slot, thread, dtype: cutlass.Constexpr):
+    """A fragment of the keys' or values' gradient times a factor, as 16-bit numbers in a warpgroup's part of a buffer, to be stored by the
+    warp that takes the orders of a slot."""
+    cute.arch.barrier(barrier_id=EMPTY + slot, number_of_threads=WARP_TOO)
     stage_rows(product, fragment, factor, part_of(parts, group, layout, dtype), thread, dtype)
-    _tell(orders, order, group, thread)
+    _tell(orders, order, slot, thread)
 
 
 def part_of(parts, group, layout, dtype):

@@ -157,6 +157,16 @@ def place(tile, tiles, entries, section):
 
 
 @cute.jit
+def place_unevenly(tile, tiles, entries, section, late):
+    """As `place`, but the last `late` rows, which are the shortest tiles, come after all sections: they even out the work at the end."""
+    first = (tiles - late) * entries
+    row, entry = place(cutlass.min(tile, first - 1), tiles - late, entries, section)
+    rest = tile - first
+    is_late = rest >= 0
+    return choose(is_late, tiles - late + rest // entries, row), choose(is_late, rest % entries, entry)
+
+
+@cute.jit
 def record_of(rows, batch, head, row):
     """A block map's row: first partial block and how many, first run of full blocks and how many. Batch and head may share one row."""
     entry = Int64(cutlass.min(batch, rows.shape[0] - 1)) * rows.shape[1] + cutlass.min(head, rows.shape[1] - 1)

@@ -65,6 +65,7 @@ def _signatures(
     for slot, name in gradients.items():
         sizes = ", ".join(f'"{tensors[slot][0]}_size{i}"' for i in range(max(tensors[slot][2], 1)))
         first.append(f'tensor("{name}", "float32", ({sizes},), compact=True)')
+    owners = "heads" if plan.by_head else "kv_heads"  # of gradients of keys and values
     return {
         "row_sums": [
             given("out", "heads", "q_len", dim_v),
@@ -80,8 +81,8 @@ def _signatures(
             given("k", "kv_heads", "kv_len", dim),
             given("v", "kv_heads", "kv_len", dim_v),
             given("dout", "heads", "q_len", dim_v),
-            given("dk", "kv_heads", "kv_len", dim),
-            given("dv", "kv_heads", "kv_len", dim_v),
+            given("dk", owners, "kv_len", dim),
+            given("dv", owners, "kv_len", dim_v),
             row_sums,
             dq_sums,
             *argument_lines(plan.walk == "runs", tensors, scalars, "key_blocks", first),

@@ -16,7 +16,7 @@ from flexc.target import KIB, Target
 GROUPS = 2  # warpgroups that compute; one more loads, and adds to the gradient of the queries
 REGISTERS = (240, 24)  # of a thread that computes, of the others
 _ELEMENT_BYTES = 2
-_BARRIER_BYTES = KIB
+_BARRIER_BYTES = 256  # with slots and orders of the queue
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class BackwardTile:
         queue: one block of threads for each SM, tiles from a counter; otherwise one for each tile.
         direct: computing threads add to the gradient of the queries from their registers; otherwise they hand it, in shared memory, to a
             warp that adds it, which is faster where there is room for both. Not together with a queue, nor in a fixed order.
+        apart: gradients of values leave through a buffer and a warp of their own, so that nothing waits for those of keys. With a queue.
     """
 
     rows: int
@@ -40,6 +41,7 @@ class BackwardTile:
     stages: int = 2
     queue: bool = False
     direct: bool = False
+    apart: bool = False
 
     @property
     def flips_dq(self) -> bool:
@@ -51,7 +53,7 @@ class BackwardTile:
 
     def __str__(self) -> str:
         words = [f"{self.rows}x{self.columns} by {self.split}", f"{self.stages} stages"]
-        return ", ".join([*words, *(["queue"] if self.queue else []), *(["direct"] if self.direct else [])])
+        return ", ".join([*words, *(name for name in ("queue", "direct", "apart") if getattr(self, name))])
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,9 @@ class BackwardPlan(Listed):
         dtype: of q, k, v: "float16" or "bfloat16".
         head_dim, head_dim_v: D and Dv.
         padded_dim, padded_dim_v: what products work on.
-        group: query heads of a key/value head; one block of threads visits them all.
+        group: query heads of a key/value head.
+        by_head: each query head has tiles of its own, and gradients of a group's keys and values are summed afterwards; otherwise a tile
+            visits all heads of the group. With a queue: tiles of a group drift apart, and what they share falls out of the L2 cache.
         backward: tile of the kernel.
         walk: "runs" of a transposed block map, or "dense" where every block is visited and only ragged keys are masked.
         bulk: q, k and v allow bulk copies as they are; otherwise the host copies them first.
@@ -81,6 +85,7 @@ class BackwardPlan(Listed):
     padded_dim: int
     padded_dim_v: int
     group: int
+    by_head: bool
     backward: BackwardTile
     walk: str
     bulk: bool
@@ -95,9 +100,10 @@ class BackwardPlan(Listed):
 # dimensions must be whole rows of a swizzled buffer, 64 numbers. At D = 64 the registers do not suffice for a queue as well; nor do they at
 # D = 128 for 80 queries and a mask, or a kernel that is not `is_light`.
 _WIDE = (BackwardTile(64, 64, "dims", 2, direct=True), BackwardTile(64, 64, "dims", 1))
+_UNEVEN = (BackwardTile(64, 128, queue=True, apart=True), BackwardTile(64, 128, queue=True), BackwardTile(64, 128))
 _TILES: dict[tuple[int, int], tuple[tuple[BackwardTile, ...], tuple[BackwardTile, ...]]] = {
     (64, 64): ((BackwardTile(128, 128),), (BackwardTile(128, 128),)),
-    (128, 128): ((BackwardTile(80, 128), BackwardTile(64, 128)), (BackwardTile(64, 128, queue=True), BackwardTile(64, 128))),
+    (128, 128): ((BackwardTile(80, 128), BackwardTile(64, 128)), _UNEVEN),
 }
 
 
@@ -113,9 +119,9 @@ def backward_smem_bytes(tile: BackwardTile, padded_dim: int, padded_dim_v: int, 
     kept = tile.columns * (padded_dim + padded_dim_v)
     exchanged = 2 * tile.rows * tile.columns * (2 if tile.split == "dims" else 1)
     handed = 0 if tile.direct else tile.rows * padded_dim
-    floats = 4 * (handed + tile.stages * (2 * tile.rows + 4))
-    staged = -(-2 * GROUPS * tile.rows * column_bytes // KIB) * KIB
-    return _BARRIER_BYTES + staged + floats + _ELEMENT_BYTES * (streamed + kept + exchanged)
+    apart = tile.columns * padded_dim_v if tile.apart else 0
+    first = _BARRIER_BYTES + 4 * tile.stages * (2 * tile.rows + 4) + 2 * GROUPS * tile.rows * column_bytes
+    return -(-first // KIB) * KIB + 4 * handed + _ELEMENT_BYTES * (streamed + kept + exchanged + apart)
 
 
 def backward_candidates(
@@ -178,6 +184,7 @@ def make_backward_plan(
         padded_dim=wide,
         padded_dim_v=wide_v,
         group=group,
+        by_head=group > 1 and fitting[0].queue,
         backward=fitting[0],
         walk="runs" if has_mask else "dense",
         bulk=bulk and head_dim % 8 == head_dim_v % 8 == 0,
@@ -199,12 +206,15 @@ def backward_gradient_bytes(graph: Graph, elements: Sequence[int]) -> dict[str, 
     return {graph.tensors[slot].name: 4 * elements[slot] for slot in gradient_slots(graph)}
 
 
-def backward_workspace_bytes(plan: BackwardPlan, entries: int, q_len: int) -> int:
+def backward_workspace_bytes(plan: BackwardPlan, entries: int, q_len: int, kv_len: int) -> int:
     """What the host function allocates besides dq, dk and dv; `entries` is B x Hq.
 
-    Float32 sums for dq, and what each query is known by. A deterministic kernel also keeps whose turn it is to add.
+    Float32 sums for dq, and what each query is known by. A deterministic kernel also keeps whose turn it is to add; where each head of a
+    group has its own tiles, there are dk and dv of each.
     """
     rows = plan.backward.rows
     blocks = -(-q_len // rows)
     turns = 4 * GROUPS * entries * blocks if plan.deterministic else 0
-    return 4 * entries * blocks * (rows * plan.padded_dim + 2 * rows + 4) + turns
+    wide = sum(-(-dim // 8) * 8 for dim in (plan.head_dim, plan.head_dim_v))
+    of_heads = _ELEMENT_BYTES * entries * kv_len * wide if plan.by_head else 0
+    return 4 * entries * blocks * (rows * plan.padded_dim + 2 * rows + 4) + turns + of_heads

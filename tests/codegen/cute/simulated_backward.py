@@ -260,11 +260,13 @@ class Machine:
             return Buffer(*sizes[name])
         if name == "dq":
             return Parts(t.rows * d // 2) if t.queue else Memory(np.full(t.rows * d, np.nan, np.float32))
+        if name == "dv":
+            return Parts(32 * dv)
         if name == "sums":
             return Memory(np.full((2 * t.rows + 4) * t.stages, np.nan, np.float32))
         if name in ("slots", "orders"):
-            size = {"slots": 8, "orders": 4}[name]
-            return Memory(np.zeros(2 * size, np.int32), (size, 2), (1, size))
+            size, count = {"slots": (8, 2), "orders": (4, 4 if t.apart else 2)}[name]
+            return Memory(np.zeros(count * size, np.int32), (size, count), (1, size))
         kind = self.staged_types[name]
         return Memory(np.zeros(4 * t.rows, kind.kind), (t.rows, 4), (1, t.rows), kind=kind)
 
@@ -547,6 +549,8 @@ def simulate_backward(
     sums = Memory(np.full(batch * heads * blocks * (2 * t.rows + 4), np.nan, np.float32))
     dq_sums = Memory(np.full(batch * heads * blocks * t.rows * plan.padded_dim, np.nan, np.float32))
     dq, dk, dv = (torch.full(x.shape, float("nan"), dtype=q.dtype) for x in (q, k, v))
+    owners = heads if plan.by_head else kv_heads
+    dk, dv = (x.repeat_interleave(owners // kv_heads, 1) for x in (dk, dv))
 
     def launch(name: str, count: int, warps: int, first_group: int, *arguments: Any) -> None:
         kernel = module[f"{name}_kernel"]
@@ -575,7 +579,7 @@ def simulate_backward(
     arguments += [Float32(s) if isinstance(s, float) else Int32(s) for s in scalars]
     given = [each for x in (q, k, v, dout) for each in ("load", Global(x))] + [each for x in (dk, dv) for each in ("store", Global(x))]
     layouts = [_Name(name) for name in ("q", "dout", "k", "v", "scores", "dk", "dv")]
-    tiles_in_all = batch * kv_heads * -(-kv_len // t.columns)
+    tiles_in_all = batch * owners * -(-kv_len // t.columns)
     launch(
         "backward",
         tiles_in_all if not t.queue else min(tiles_in_all, blocks_of_threads),
@@ -593,6 +597,8 @@ def simulate_backward(
         assert (turns.flat == -(-kv_len // t.columns)).all(), "each block of keys has had its turn"
     assert counter.item() == 0, "the next launch begins with a counter of 0"
     launch("convert", batch * heads * blocks, 8, 0, "store", Global(dq), dq_sums, Float32(scale), machine.products[3], _Name("dq"), None)
+    if owners != kv_heads:
+        dk, dv = (x.unflatten(1, (kv_heads, heads // kv_heads)).sum(2) for x in (dk, dv))
     return dq, dk, dv, *captured
 
 

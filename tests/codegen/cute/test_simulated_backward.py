@@ -113,7 +113,7 @@ def test_kernels_compute_the_gradients_of_their_variant(name):
     check(VARIANTS[name], head_dim=128, q_len=170, kv_len=190)
 
 
-QUEUE = BackwardTile(64, 128, queue=True)
+QUEUE, APART = BackwardTile(64, 128, queue=True), BackwardTile(64, 128, queue=True, apart=True)
 ROWS_80, ROWS_80_SMALL = BackwardTile(80, 128), BackwardTile(80, 128, stages=1)
 CASES = {
     "grouped heads, a short head": ("causal", {"batch": 2, "heads": 4, "kv_heads": 2, "kv_len": 100, "with_lse": True}),
@@ -135,6 +135,19 @@ CASES = {
     "a queue, values staged": (
         "documents",
         {"heads": 3, "kv_heads": 3, "tile": BackwardTile(128, 128, queue=True), "blocks_of_threads": 1},
+    ),
+    "a queue, gradients of values apart": ("causal", {"head_dim": 128, "batch": 2, "q_len": 170, "kv_len": 390, "tile": APART}),
+    "a queue, gradients of values apart, one block of threads": (
+        "window",
+        {"head_dim": 128, "heads": 4, "kv_heads": 4, "q_len": 270, "kv_len": 290, "tile": APART, "blocks_of_threads": 1},
+    ),
+    "a queue, tiles of a query head": (
+        "causal",
+        {"head_dim": 128, "batch": 2, "heads": 4, "kv_heads": 2, "q_len": 170, "kv_len": 190, "with_lse": True},
+    ),
+    "a queue, tiles of a query head, values staged": (
+        "documents",
+        {"head_dim": 128, "heads": 4, "q_len": 170, "kv_len": 190},
     ),
     "a block of threads for each tile": ("causal", {"head_dim": 128, "tile": BackwardTile(64, 128)}),
     "64 queries, grouped": ("plain", {"head_dim": 128, "q_len": 170, "kv_len": 190, "with_lse": True, "tile": BackwardTile(64, 128)}),
