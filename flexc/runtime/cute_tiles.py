@@ -157,8 +157,12 @@ def place(tile, tiles, entries, section):
 
 
 @cute.jit
-def place_unevenly(tile, tiles, entries, section, late):
-    """As `place`, but the last `late` rows, which are the shortest tiles, come after all sections: they even out the work at the end."""
+def place_unevenly(tile, tiles, entries, section, kept: cutlass.Constexpr):
+    """As `place`, but the last rows, which are the shortest tiles, come after all sections and even out the work at the end.
+
+    They are at least `kept` tiles, or else a quarter of all.
+    """
+    late = cutlass.min(tiles // 4, (kept - 1) // entries + 1)
     first = (tiles - late) * entries
     row, entry = place(cutlass.min(tile, first - 1), tiles - late, entries, section)
     rest = tile - first
