@@ -383,4 +383,4 @@ def test_heads_are_worked_on_in_sections(tmp_path):
     exec(function(text, "entries_per_section"), names)
     assert names["entries_per_section"](32, 64, 2**23) == 3 and names["entries_per_section"](32, 64, 2**40) == 1
     exec(function(text_of(None, causal), "entries_per_section"), names)
-    assert names["entries_per_section"](32, 64, 2**23) == 8 and names["entries_per_section"](32, 1024, 2**40) == 1
+    assert names["entries_per_section"](32, 64, 2**23) == 7 and names["entries_per_section"](32, 1024, 2**40) == 1
