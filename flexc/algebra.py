@@ -96,7 +96,7 @@ def mask(function: MaskFunction) -> Mask:
 
 
 def plain_function(function: Any) -> MaskFunction:
-    """The function inside a mask or kernel; anything else as it is."""
+    """The function inside a mask; anything else as it is."""
     return getattr(function, "__flexc_function__", function)
 
 
@@ -166,6 +166,8 @@ def _refuse_wrong_arity(function: Any) -> None:
         return  # a mask made inside a compiled region: `flexc.dynamo` finds out
     if not callable(function):
         raise InputError(f"a mask is made of a function {_EXPECTED}, got {type(function).__name__}")
+    if hasattr(function, "mask_mod"):
+        raise InputError(f"a mask is made of a function {_EXPECTED}, got the flexc kernel {_name_of(function)}: pass its .mask_mod")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -175,6 +177,7 @@ def _refuse_wrong_arity(function: Any) -> None:
     except TypeError:
         count = _positional_count(signature)
         hint = "; five arguments make a score function: use flexc.kernel" if count == 5 else ""
+        hint = f"; it makes a mask: call it, {_name_of(function)}(...)" if getattr(function, "makes_functions", False) else hint
         raise InputError(
             f"a mask function takes {_EXPECTED}: expected 4 positional arguments, got {count} in {_name_of(function)}{signature}{hint}"
         ) from None

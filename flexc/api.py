@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -15,18 +13,15 @@ from torch.compiler import is_dynamo_compiling
 from flexc import backends, frontend, operator_calls, pipeline, settings
 from flexc.algebra import Mask
 from flexc.arguments import (
-    captured_as_kernels_take,
-    contiguous_rows,
     finite_scale,
-    positive_scale,
     refuse_arity,
+    refuse_bad_switch,
     refuse_what_is_no_input,
     shapes_of,
 )
 from flexc.autograd import attend
-from flexc.backends import Options, Shapes
+from flexc.backends import Options
 from flexc.errors import FlexcError, InputError, UnsupportedError
-from flexc.extents import Extent, extents_of, refuse_wrong_sizes
 from flexc.inference.decode import decoding
 from flexc.inference.paged import PagedKV, attend_paged, attend_quantized
 from flexc.inference.places import Positions, positions_of
@@ -36,7 +31,8 @@ from flexc.ir.graph import Graph
 from flexc.launch import MAPS, Launch
 from flexc.pickling import held_at
 from flexc.pipeline import Artifact
-from flexc.ready import LARGEST_SCALE, Ready, ReadyLaunches, likeness_of, wants_determinism
+from flexc.prepare import launch_for
+from flexc.ready import ReadyLaunches
 from flexc.sinks import refuse_bad_sink, with_sink
 from flexc.sparsity import BlockMap
 from flexc.sparsity.statements import verify_facts
@@ -155,13 +151,11 @@ class Kernel:
         if is_dynamo_compiling():  # made inside a compiled region: `flexc.dynamo` makes the real one, and checks there
             self.score_mod, self.mask_mod = score_mod, mask_mod
             return
-        if backend != "auto" and backend not in backends.BACKENDS and backend != "cute":
-            backends.choose(backend, None)  # raises, naming the known ones
+        backends.refuse_unknown(backend)
         if precision not in _PRECISIONS:
             raise InputError(f"unknown precision {precision!r}: expected " + ", ".join(f'"{known}"' for known in _PRECISIONS))
         for name, switch in (("autotune", autotune), ("deterministic", deterministic), ("batch_invariant", batch_invariant)):
-            if not isinstance(switch, bool):
-                raise InputError(f"{name} is a {type(switch).__name__}; expected True or False")
+            refuse_bad_switch(name, switch)
         score_mod = _function_in(score_mod, "score_mod")
         mask_mod = _function_in(mask_mod, "mask_mod")
         refuse_arity(score_mod, 5, "score_mod", "(score, batch, head, q_idx, kv_idx)")
@@ -239,6 +233,9 @@ class Kernel:
             TraceError: a function cannot be compiled.
             UnsupportedError: the backend has no kernel for this.
         """
+        if return_lse is not False or return_max_scores is not False:
+            refuse_bad_switch("return_lse", return_lse)
+            refuse_bad_switch("return_max_scores", return_max_scores)
         if is_dynamo_compiling():
             from flexc.dynamo import call
 
@@ -263,7 +260,7 @@ class Kernel:
             return self._eager(q, k, v, scale, max_scores)
         if is_watched(q, k, v):
             return self._watched(q, k, v, scale, None, max_scores)
-        launch, q, k, v, tensors = self._launch(q, k, v, scale, current, None, max_scores)
+        launch, q, k, v, tensors = launch_for(self, q, k, v, scale, current, None, max_scores)
         if current.check:
             self._check(launch, q, k, tensors)
         launch = decoding(launch, q, k, v, tensors)
@@ -311,7 +308,7 @@ class Kernel:
         if current.check:
             places.refuse_values(q.shape[2], k.shape[2])
         traced = places.placed(*frontend.trace(self.score_mod, self.mask_mod))
-        launch, q, k, v, tensors = self._launch(q, k, v, scale, current, traced, max_scores)
+        launch, q, k, v, tensors = launch_for(self, q, k, v, scale, current, traced, max_scores)
         if current.check:
             self._check(launch, q, k, tensors)
         ordinary, launch = launch, decoding(launch, q, k, v, tensors, places.hides_rest)
@@ -376,7 +373,7 @@ class Kernel:
     def explain(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Explanation:
         """What the variant is as mathematics, its work and roofline on this device, its tiles, what is loaded at which rate, and why this
         backend. Runs no kernel."""
-        launch, *rows, tensors = self._launch(q, k, v, scale, settings.current())
+        launch, *rows, tensors = launch_for(self, q, k, v, scale, settings.current())
         copied = [name for name, given, x in zip("qkv", (q, k, v), rows) if given.stride(-1) != x.stride(-1)]
         if scale is None:
             scale = launch.scale
@@ -463,79 +460,6 @@ class Kernel:
         check_indices(launch.artifact.traced, launch.shapes, tensors, launch.scalars, q.device, scores)
         verify_facts(tensors, [read.name for read in launch.artifact.traced.tensors])
 
-    def _launch(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float | None,
-        current: settings.Settings,
-        traced: tuple[frontend.Trace, frontend.Binding] | None = None,
-        max_scores: bool = False,
-    ) -> tuple[Launch, Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
-        """The launch for these inputs, and the inputs as kernels take them: q, k, v and the captured tensors.
-
-        Args:
-            traced: what to run in place of the kernel's own functions.
-            max_scores: the launch also gives the largest scores.
-        """
-        asked = max_scores, wants_determinism(), current.device_maps, current.dump, current.override
-        known = self._ready.like(q, k, v, *asked)
-        if known is not None and (scale is None or (type(scale) is float and 0.0 < scale <= LARGEST_SCALE)):
-            trace, binding = self._trace() if traced is None else traced
-            ready = known.get(trace)
-            if ready is not None:
-                tensors = captured_as_kernels_take(binding.tensors, trace.graph, q.device) if binding.tensors else ()
-                if ready.extents:
-                    shapes = ready.launch.shapes
-                    refuse_wrong_sizes(ready.extents, trace.graph, tensors, shapes.batch, shapes.heads_q, "q has")
-                launch = ready.at(scale, binding.scalars)
-                return self._tuned(launch, trace, q, k, v, tensors) if self._autotune else launch, q, k, v, tensors
-        refuse_what_is_no_input(q, k, v)
-        taken = q, k, v
-        if scale is not None:
-            q, scale = positive_scale(q, scale)
-        q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
-        shapes = shapes_of(q, k, v)
-        trace, binding = frontend.trace(self.score_mod, self.mask_mod) if traced is None else traced
-        tensors = captured_as_kernels_take(binding.tensors, trace.graph, q.device)
-        artifact, extents, options = self._prepared(trace, tensors, shapes, q.device, max_scores)
-        default = 1.0 / math.sqrt(shapes.head_dim)
-        launch = Launch(artifact, shapes, default, binding.scalars, options, self.__name__)
-        ready = Ready(launch, extents)
-        if q is taken[0] and k is taken[1] and v is taken[2]:  # the launch is for copies otherwise
-            self._ready.keep(likeness_of(q, k, v, *asked), trace, ready)
-        launch = ready.at(scale, binding.scalars)
-        return self._tuned(launch, trace, q, k, v, tensors) if self._autotune else launch, q, k, v, tensors
-
-    def _trace(self) -> tuple[frontend.Trace, frontend.Binding]:
-        """`frontend.trace`, after a look at whether the last trace still holds: it mostly does."""
-        last = self._traced
-        binding = None if last is None else last.bind(self.score_mod, self.mask_mod)
-        if last is not None and binding is not None:
-            return last, binding
-        self._traced, binding = frontend.trace(self.score_mod, self.mask_mod)
-        return self._traced, binding
-
-    def _tuned(self, launch: Launch, trace: frontend.Trace, q: Tensor, k: Tensor, v: Tensor, tensors: tuple[Tensor, ...]) -> Launch:
-        from flexc.autotune import tuned
-
-        return tuned(launch, trace, q, k, v, tensors)
-
-    def _prepared(
-        self, trace: frontend.Trace, tensors: tuple[Tensor, ...], shapes: Shapes, device: torch.device, max_scores: bool
-    ) -> tuple[Artifact, tuple[Extent, ...], Options]:
-        extents = _extents.get(trace)
-        if extents is None:
-            extents = _extents[trace] = extents_of(trace.graph)
-        refuse_wrong_sizes(extents, trace.graph, tensors, shapes.batch, shapes.heads_q, "q has")  # before anything is compiled
-        backend, reason = backends.choose(self._backend, device)
-        target = pipeline.target_of(device)
-        options = self._options
-        if max_scores or wants_determinism():
-            options = replace(options, max_scores=max_scores, deterministic=options.deterministic or wants_determinism())
-        return pipeline.artifact_for(trace, shapes, target, backend, reason, options, self.__name__), extents, options
-
     def _eager(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, max_scores: bool, **positions: Any) -> tuple[Tensor, ...]:
         """FLEXC_EAGER=1: the user's own functions on dense tensors, where print and breakpoint work."""
         from flexc.reference import eager, largest_scores
@@ -545,9 +469,6 @@ class Kernel:
         named = {"scale": None if scale is None else finite_scale(scale), **positions}
         results = eager(self.score_mod, self.mask_mod, q, k, v, **named)
         return (*results, largest_scores(self.score_mod, self.mask_mod, q, k, **named).float()) if max_scores else results
-
-
-_extents: WeakKeyDictionary[frontend.Trace, tuple[Extent, ...]] = WeakKeyDictionary()
 
 
 def _forward_map(launch: Launch, tensors: tuple[Tensor, ...], device: torch.device) -> BlockMap:

@@ -28,12 +28,26 @@ MAX_TOKENS = 2**24  # positions are exact in float32 below it
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+_IN_PLACE_OF_A_FUNCTION = {
+    "BlockMap": ": pass the mask that the map was made of",
+    "BlockMask": ": pass its .mask_mod, or use flexc.compat.flex_attention",
+    "Tensor": " that reads it, as in table[q_idx, kv_idx]",
+}
+
+
+def refuse_bad_switch(name: str, value: Any) -> None:
+    """Refuse what is neither True nor False, such as the text "no", which Python counts as true."""
+    if not isinstance(value, bool):
+        raise InputError(f"{name} is a {type(value).__name__}; expected True or False")
+
+
 def refuse_arity(function: Any, expected: int, name: str, arguments: str) -> None:
     """Refuse what is no function of so many positional arguments."""
     if function is None:
         return
     if not callable(function):
-        raise InputError(f"{name} is a {type(function).__name__}; expected a function {arguments}")
+        hint = _IN_PLACE_OF_A_FUNCTION.get(type(function).__name__, "")
+        raise InputError(f"{name} is a {type(function).__name__}; expected a function {arguments}{hint}")
     found = frontend.arity(function)
     if found != expected:
         meant = " (this looks like a mask: pass it as mask_mod)" if (found, expected) == (4, 5) else ""
@@ -96,7 +110,10 @@ def _shapes(
     if v_shape[2] != kv_len:
         raise ShapeError(f"k and v must have as many tokens, got {kv_len} and {v_shape[2]}")
     if heads_q == 0 or heads_kv == 0 or heads_q % heads_kv:
-        raise ShapeError(f"the heads of q must be a multiple of the heads of k and v, and not 0, got {heads_q} and {heads_kv}")
+        raise ShapeError(
+            f"the heads of q must be a multiple of the heads of k and v, and not 0, got {heads_q} and {heads_kv} in "
+            "[batch, heads, tokens, head_dim]"
+        )
     if head_dim == 0 or head_dim_v == 0:
         raise ShapeError(f"head_dim must be at least 1, got {head_dim} for q and k, {head_dim_v} for v")
     if max(q_len, kv_len) >= MAX_TOKENS:

@@ -394,6 +394,12 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def refuse_unknown(name: Any) -> None:
+    """Refuse what is neither "auto" nor a backend's name."""
+    if not isinstance(name, str) or (name != "auto" and name not in BACKENDS):
+        raise InputError(f'unknown backend {name!r}: expected "auto", ' + ", ".join(f'"{known}"' for known in BACKENDS))
+
+
 def choose(name: str, device: torch.device | None, arch: str = "") -> tuple[Backend, str]:
     """The backend to use and why.
 
@@ -406,8 +412,7 @@ def choose(name: str, device: torch.device | None, arch: str = "") -> tuple[Back
         UnsupportedError: the backend cannot run on this device.
         ToolchainError: a package is missing.
     """
-    if name != "auto" and name not in BACKENDS:
-        raise InputError(f'unknown backend {name!r}: expected "auto", ' + ", ".join(f'"{known}"' for known in BACKENDS))
+    refuse_unknown(name)
     if name == "auto":
         if device is None or device.type == "cuda":
             _need_triton()

@@ -45,7 +45,7 @@ from flexc.codegen.triton.plan import MAX_TOKENS
 from flexc.compile_log import BinaryLog, Compilation, record, refuse_if_forbidden
 from flexc.errors import UnsupportedError
 from flexc.ir.graph import Graph, inputs_of
-from flexc.map_making import is_capturing
+from flexc.map_making import MapSizes, is_capturing
 from flexc.pipeline import generator_digest, lines_of, text_without_lines
 from flexc.runtime.cache import cache_of
 from flexc.runtime.key import key_of
@@ -172,12 +172,8 @@ class DevicePlan:
 
 def plan_on_gpu(
     graph: Graph,
-    q_len: int,
-    kv_len: int,
+    sizes: MapSizes,
     *,
-    batch: int,
-    heads: int,
-    block: tuple[int, int],
     tensors: Sequence[Tensor],
     device: torch.device,
     exact: Exact = "auto",
@@ -189,9 +185,7 @@ def plan_on_gpu(
 
     Args:
         graph: a mask that does not read the score.
-        q_len, kv_len: tokens, from 1 to MAX_TOKENS - 1.
-        batch, heads: sizes that the map covers.
-        block: tokens per block, (Bq, Bkv).
+        sizes: from 1 to MAX_TOKENS - 1 tokens.
         tensors: captured tensors, in the order of the graph: how large they are, and whether they are sorted, is looked at.
         exact: whether blocks that bounds leave open and that are alike on samples are evaluated on all their pairs: all of them, none, or
             ("auto") in each block row its share of `MOST_PAIRS`, as long as some turn out to be empty or full.
@@ -202,14 +196,15 @@ def plan_on_gpu(
         UnsupportedError: longer than MAX_TOKENS, more than MOST_ROWS rows of blocks, a captured tensor without elements, or a mask whose
             bounds cannot be printed.
     """
-    if not 0 < min(q_len, kv_len) <= max(q_len, kv_len) < MAX_TOKENS:
-        raise UnsupportedError(f"triton: a generated block map takes from 1 to {MAX_TOKENS - 1} tokens, got {q_len} and {kv_len}")
-    compiled = compiled_for(graph, block, tensors, title, exact is not False)
-    entries = (batch if "batch" in compiled.reads else 1, heads if "head" in compiled.reads else 1)
-    shape = (*entries, -(-q_len // block[0]), -(-kv_len // block[1]))
+    lengths = (sizes.q_len, sizes.kv_len)
+    if not 0 < min(lengths) <= max(lengths) < MAX_TOKENS:
+        raise UnsupportedError(f"triton: a generated block map takes from 1 to {MAX_TOKENS - 1} tokens, got {lengths[0]} and {lengths[1]}")
+    compiled = compiled_for(graph, sizes.block, tensors, title, exact is not False)
+    entries = (sizes.batch if "batch" in compiled.reads else 1, sizes.heads if "head" in compiled.reads else 1)
+    shape = (*entries, -(-sizes.q_len // sizes.block[0]), -(-sizes.kv_len // sizes.block[1]))
     if math.prod(entries) * max(shape[2:]) > MOST_ROWS:
         raise UnsupportedError(f"triton: a generated block map takes at most {MOST_ROWS} rows and columns of blocks, got {shape}")
-    return DevicePlan(compiled, (q_len, kv_len), entries, shape, device, (most_listed, most_runs), exact)
+    return DevicePlan(compiled, lengths, entries, shape, device, (most_listed, most_runs), exact)
 
 
 def compiled_for(graph: Graph, block: tuple[int, int], tensors: Sequence[Tensor], title: str, exact: bool = True) -> Compiled:

@@ -19,10 +19,11 @@ from flexc.errors import InputError, ShapeError, TraceError, UnsupportedError
 from flexc.extents import Extent, extents_of, refuse_wrong_sizes
 from flexc.index_check import check_indices
 from flexc.ir.graph import Graph, inputs_of
-from flexc.map_making import MapMaker, number_on
+from flexc.map_making import MapMaker, MapSizes, number_on
 from flexc.pipeline import MaskAlone, claim_lines
 from flexc.sparsity import BlockMap
 from flexc.sparsity.statements import is_declared_sorted, verify_facts
+from flexc.target import Target, named_device
 
 Tensor = torch.Tensor
 
@@ -76,8 +77,9 @@ def block_map(
     tensors = [t if t.device == where else number_on(t, where) if t.dim() == 0 else t for t in tensors]
     if check:
         verify_facts(tensors, [spec.name for spec in alone.graph.tensors])
-        if alone.graph.mask is not None and maker.q_len and maker.kv_len:
-            shapes = Shapes(maker.batch, maker.heads, maker.heads, maker.q_len, maker.kv_len, 1, 1, torch.float32)
+        sizes = maker.sizes
+        if alone.graph.mask is not None and sizes.q_len and sizes.kv_len:
+            shapes = Shapes(sizes.batch, sizes.heads, sizes.heads, sizes.q_len, sizes.kv_len, 1, 1, torch.float32)
             check_indices(alone.graph, shapes, tensors, scalars, where)
     made = maker.map([t.detach() for t in tensors], scalars)
     made.make_rows()  # of the present contents
@@ -130,7 +132,7 @@ class _Prepared:
         where = _device(device, self.alone.graph, tensors)
         refuse_wrong_sizes(self.extents, self.alone.graph, tensors, batch, heads, "the map is made for")
         _refuse_too_many_blocks(self.reads, q_len, kv_len, batch, heads, sides)
-        return MapMaker.of(self.alone.graph, q_len, kv_len, batch=batch, heads=heads, block=sides, tensors=tensors, device=where)
+        return MapMaker.of(self.alone.graph, MapSizes(q_len, kv_len, batch, heads, sides), tensors=tensors, device=where)
 
 
 _ready: WeakKeyDictionary[frontend.Trace, _Prepared] = WeakKeyDictionary()
@@ -210,13 +212,13 @@ def _device(asked: torch.device | str | None, graph: Graph, tensors: Sequence[Te
             raise InputError(f"captured tensors must be on one device, got {named[0][0]} on {named[0][1]} and {name} on {device}")
     if asked is None:
         return named[0][1] if named else next((t.device for t in tensors if t.is_cuda), torch.device("cpu"))
-    try:
-        wanted = torch.device(asked)
-    except (RuntimeError, TypeError) as error:
-        raise InputError(f"expected device to name a device, such as 'cuda:0', got {asked!r}") from error
+    wanted = named_device(asked)
     if named and not _is_same(wanted, named[0][1]):
         raise InputError(f"the captured tensor {named[0][0]} is on {named[0][1]}, but the map was asked for on {wanted}: move one of them")
-    return named[0][1] if named else wanted
+    if named:
+        return named[0][1]
+    Target.of(wanted)  # raises, if it is none of this machine
+    return wanted
 
 
 def _is_same(wanted: torch.device, found: torch.device) -> bool:

@@ -132,7 +132,12 @@ def check(
 
     Returns:
         CheckReport; a difference raises nothing, see `.ok` and `.raise_if_bad()`.
+
+    Raises:
+        InputError: no kernel; and what a call raises.
     """
+    if not hasattr(kernel, "captured"):
+        raise InputError(f"kernel is a {type(kernel).__name__}; expected a flexc kernel, made by flexc.kernel or flexc.attention")
     report = compare(kernel, q, k, v, kernel.captured(q, k, v), scale=scale, sink=sink, q_offset=q_offset, kv_len=kv_len, seed=seed)
     if not quiet:
         from rich.console import Console

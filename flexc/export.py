@@ -33,9 +33,11 @@ def export(artifact: Artifact, path: str | os.PathLike[str], version: str) -> Pa
     """Write the file, whole or not at all; returns where it is.
 
     Raises:
-        InputError: a name that no Python module can have, or a folder that is not there.
+        InputError: no path, a name that no Python module can have, or a folder that is not there.
         UnsupportedError: the backend's modules cannot stand alone.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise InputError(f"expected the path of a file, such as 'alibi_sm90.py', got {path!r}")
     file = Path(path)
     if file.suffix != ".py" or not file.stem.isidentifier() or keyword.iskeyword(file.stem):
         raise InputError(f"expected a file that can be imported, such as 'alibi_sm90.py', got {str(path)!r}")

@@ -15,7 +15,7 @@ import torch
 from flexc import settings
 from flexc.backends import Call, Options, Shapes
 from flexc.gradient_sums import refuse_large_sums
-from flexc.map_making import MapMaker, is_capturing, stream_of, version_of
+from flexc.map_making import MapMaker, MapSizes, is_capturing, stream_of, version_of
 from flexc.pipeline import Artifact
 from flexc.runtime.graph_pools import outside_of_pools
 from flexc.sparsity import BlockMap
@@ -46,18 +46,16 @@ class Launch:
             out = q.new_zeros((*q.shape[:3], v.shape[3]))
             lse = torch.full(q.shape[:3], -math.inf, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
             return (out, lse, lse.clone()) if self.options.max_scores else (out, lse)
+        device = q.device
+        if device.type == "cuda" and device.index != torch._C._cuda_getDevice():  # rare; `backends.on_device` would cost every call
+            with torch.cuda.device(device):
+                return self.forward(q, k, v, tensors)
         artifact = self.artifact
-        compiling = self._compiling(artifact, "forward", tensors, q.device) if "forward" in artifact.unlaunched else ()
-        maps = self._walked_forward(tensors, q.device) if artifact.map_blocks else {}
+        compiling = self._compiling(artifact, "forward", tensors, device) if "forward" in artifact.unlaunched else ()
+        maps = self._walked_forward(tensors, device) if artifact.map_blocks else {}
         again = self.remembered.again
         if again is not None:
-            walk = maps["forward"].row_walk() if maps else None
-            device = q.device
-            if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
-                results = again(q, k, v, self.scale, tensors, self.scalars, walk)
-            else:
-                with torch.cuda.device(device):
-                    results = again(q, k, v, self.scale, tensors, self.scalars, walk)
+            results = again(q, k, v, self.scale, tensors, self.scalars, maps["forward"].row_walk() if maps else None)
             if results is not None:
                 return results
         for thread in compiling:
@@ -194,9 +192,9 @@ class MapCache:
             found = self._captured_map(key) if is_captured else self._kept_map((key, stream_of(device)), read, versions)
         if found is not None:
             return found
-        sizes = {"batch": shapes.batch, "heads": shapes.heads_q, "block": block}
+        sizes = MapSizes(shapes.q_len, shapes.kv_len, shapes.batch, shapes.heads_q, block)
         how = {"device": device, "title": launch.title, "by_kernels": launch.maps_by_kernels}
-        maker = MapMaker.of(alone.graph, shapes.q_len, shapes.kv_len, **sizes, tensors=read, **how)
+        maker = MapMaker.of(alone.graph, sizes, tensors=read, **how)
         blocks = outside_of_pools(lambda: maker.map([tensor.detach() for tensor in read], scalars), device)
         if not is_captured:
             with self._lock:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -25,6 +25,23 @@ KERNEL_DEVICES = frozenset(["cuda"])
 
 
 @dataclass(frozen=True)
+class MapSizes:
+    """How large a map is.
+
+    Attributes:
+        q_len, kv_len: tokens.
+        batch, heads: how many the map covers; it has one entry for all where the mask does not read them.
+        block: tokens per block, (Bq, Bkv).
+    """
+
+    q_len: int
+    kv_len: int
+    batch: int
+    heads: int
+    block: tuple[int, int]
+
+
+@dataclass(frozen=True)
 class MapMaker:
     """Makes the maps of one mask for given lengths. What does not depend on the contents of tensors is found out once.
 
@@ -34,11 +51,7 @@ class MapMaker:
     """
 
     graph: Graph
-    q_len: int
-    kv_len: int
-    batch: int
-    heads: int
-    block: tuple[int, int]
+    sizes: MapSizes
     device: torch.device
     title: str
     plan: Any
@@ -47,33 +60,29 @@ class MapMaker:
     @staticmethod
     def of(
         graph: Graph,
-        q_len: int,
-        kv_len: int,
+        sizes: MapSizes,
         *,
-        batch: int,
-        heads: int,
-        block: tuple[int, int],
         tensors: Sequence[Tensor],
         device: torch.device,
         title: str = "",
         by_kernels: bool = False,
     ) -> MapMaker:
-        """For tensors as large as these, that are as sorted; arguments as for `sparsity.classify`.
+        """For tensors as large as these, that are as sorted.
 
         Args:
+            graph, tensors, device: as for `sparsity.classify`.
             title: what the user calls the mask.
             by_kernels: whatever FLEXC_DEVICE_MAPS says.
         """
-        plan, why = None, _why_not(graph, q_len, kv_len, device, by_kernels)
+        plan, why = None, _why_not(graph, sizes, device, by_kernels)
         if why is None:
             from flexc.block_kernels import plan_on_gpu
 
-            sizes = {"batch": batch, "heads": heads, "block": block}
             try:
-                plan = plan_on_gpu(graph, q_len, kv_len, **sizes, tensors=tensors, device=device, title=title)
+                plan = plan_on_gpu(graph, sizes, tensors=tensors, device=device, title=title)
             except UnsupportedError as error:
                 why = str(error)
-        return MapMaker(graph, q_len, kv_len, batch, heads, block, device, title, plan, why or "")
+        return MapMaker(graph, sizes, device, title, plan, why or "")
 
     def map(self, tensors: Sequence[Tensor], scalars: Sequence[int | float]) -> BlockMap:
         """The map of what the tensors contain. On a GPU its walks are made at first need, and until then they must stay as they are.
@@ -81,23 +90,23 @@ class MapMaker:
         Raises:
             UnsupportedError: a CUDA graph is being captured, and finding the blocks would have to wait for the GPU.
         """
+        sizes = self.sizes
         if self.plan is not None:
             assert self.graph.mask is not None
             tensors, scalars = tuple(tensors), tuple(scalars)
-            tokens = TokenMask(self.graph.mask, self.q_len, self.kv_len, self.block, tensors, scalars, self.device, self.graph)
-            return BlockMap.of_walks(_KernelMap(self, tensors, scalars), self.batch, self.heads, tokens)
+            tokens = TokenMask(self.graph.mask, sizes.q_len, sizes.kv_len, sizes.block, tensors, scalars, self.device, self.graph)
+            return BlockMap.of_walks(_KernelMap(self, tensors, scalars), sizes.batch, sizes.heads, tokens)
         _refuse_waiting(self.device, self.why)
-        sizes = {"batch": self.batch, "heads": self.heads, "block": self.block}
+        captured = {"tensors": tensors, "scalars": scalars, "device": self.device}
         with torch.no_grad():
-            captured = {"tensors": tensors, "scalars": scalars, "device": self.device}
-            blocks = sparsity.classify(self.graph, self.q_len, self.kv_len, **sizes, **captured)
+            blocks = sparsity.classify(self.graph, **vars(sizes), **captured)
         blocks.waited = self.why
         return blocks
 
 
-def _why_not(graph: Graph, q_len: int, kv_len: int, device: torch.device, by_kernels: bool) -> str | None:
+def _why_not(graph: Graph, sizes: MapSizes, device: torch.device, by_kernels: bool) -> str | None:
     """Why operators make the map, None if kernels do; empty where that is as it should be."""
-    if device.type not in KERNEL_DEVICES or graph.mask is None or not (q_len and kv_len):
+    if device.type not in KERNEL_DEVICES or graph.mask is None or not (sizes.q_len and sizes.kv_len):
         return ""
     if not (by_kernels or settings.current().device_maps):
         return "FLEXC_DEVICE_MAPS=0"
@@ -156,8 +165,8 @@ class _KernelMap:
     def with_lengths(self, q_len: int, kv_len: int) -> BlockMap:
         """The map of the same mask for other lengths, with the tensors' present contents."""
         maker = self.maker
-        sizes = {"batch": maker.batch, "heads": maker.heads, "block": maker.block}
-        anew = MapMaker.of(maker.graph, q_len, kv_len, **sizes, tensors=self.tensors, device=self.device, title=maker.title)
+        sizes = replace(maker.sizes, q_len=q_len, kv_len=kv_len)
+        anew = MapMaker.of(maker.graph, sizes, tensors=self.tensors, device=self.device, title=maker.title)
         made = anew.map(self.tensors, self.scalars)
         made.make_rows()
         return made

@@ -25,6 +25,7 @@ from flexc import frontend, settings
 from flexc.autograd import refuse_second_derivative, run
 from flexc.direct_calls import all_same, directly
 from flexc.inference.decode import decoding
+from flexc.prepare import launch_for
 from flexc.variants import Variant, variant_from
 from flexc.watched import PLAIN, is_watched
 
@@ -66,7 +67,7 @@ def _launched(
     scalars, among = variant.numbers(ints, floats)
     scale = among if scale is None else scale
     binding = frontend.Binding(tuple(tensors), scalars)
-    launch, q, k, v, taken = variant.runner._launch(q, k, v, scale, current, (variant.trace, binding), max_scores)
+    launch, q, k, v, taken = launch_for(variant.runner, q, k, v, scale, current, (variant.trace, binding), max_scores)
     if current.check:
         variant.runner._check(launch, q, k, taken)
     return variant, scale, launch, q, k, v, taken

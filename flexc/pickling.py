@@ -35,6 +35,7 @@ def made_again(factory: Callable[P, Made]) -> Callable[P, Made]:
         made.recipe = (make, args, kwargs)
         return made
 
+    make.makes_functions = True  # pyright: ignore[reportAttributeAccessIssue]  (for who passes it in place of what it makes)
     return make
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexc.errors import InputError, ShapeError
 from flexc.pairs import evaluate
 
 _PAIRS_AT_ONCE = 2**22  # float64 scores of one chunk of rows: 32 MB
@@ -48,11 +49,31 @@ def reference(
         −inf) has output 0, lse −inf and no gradient.
 
     Raises:
+        InputError, ShapeError: q, k and v are no tensors, or do not fit each other; a kernel in place of a function.
         IndexRangeError: the result depends on an element outside a captured tensor.
         TypeError: a score function returned a truth value, a mask function something else, or either more than one number.
     """
+    _refuse_bad_inputs(score_mod, mask_mod, q, k, v)
     q, k, v = q.double(), k.double(), v.double()
     return _attention(score_mod, mask_mod, q, k, v, scale, torch.float64, one_by_one, sink, q_offset, kv_len)
+
+
+def _refuse_bad_inputs(score_mod: Any, mask_mod: Any, q: Any, k: Any, v: Any) -> None:
+    for name, function in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+        if hasattr(function, "score_mod"):
+            raise InputError(f"{name} is a flexc kernel; expected its function: pass kernel.score_mod and kernel.mask_mod")
+        if function is not None and not callable(function):
+            raise InputError(f"{name} is a {type(function).__name__}; expected a function or None")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise InputError(f"{name} is a {type(x).__name__}; expected a torch.Tensor")
+    shapes = [tuple(x.shape) for x in (q, k, v)]
+    is_fitting = all(len(shape) == 4 for shape in shapes) and q.shape[0] == k.shape[0] and k.shape[:3] == v.shape[:3]
+    if not is_fitting or q.shape[3] != k.shape[3] or not k.shape[1] or q.shape[1] % k.shape[1]:
+        raise ShapeError(
+            f"expected q [B, Hq, Sq, D], k [B, Hkv, Skv, D] and v [B, Hkv, Skv, Dv], Hq a multiple of Hkv; got {shapes[0]}, {shapes[1]} "
+            f"and {shapes[2]}"
+        )
 
 
 def eager(

@@ -46,6 +46,8 @@ def refuse_bad_sink(sink: Any, q: Tensor) -> None:
     if not isinstance(sink, Tensor) or not sink.is_floating_point():
         kind = sink.dtype if isinstance(sink, Tensor) else type(sink).__name__
         raise InputError(f"expected sink to be a float tensor of one logit for each query head, got {kind}")
+    if sink.layout is not torch.strided:
+        raise InputError(f"sink has layout {sink.layout}; expected a dense tensor: convert it with sink.to_dense()")
     if tuple(sink.shape) != (q.shape[1],):
         raise ShapeError(f"expected sink of shape ({q.shape[1]},), one logit for each query head, got {tuple(sink.shape)}")
     if sink.device != q.device:

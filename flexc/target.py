@@ -61,8 +61,11 @@ class Target:
         """The published figures of an architecture: "sm_90", "sm_90a", "cpu", …
 
         Raises:
+            InputError: not a text.
             UnsupportedError: not a known target; lists those that are.
         """
+        if not isinstance(text, str):
+            raise InputError(f'expected the name of a target, such as "sm_90a", got {text!r}')
         arch = text.strip().lower()
         arch = _SPELLINGS.get(arch, arch)
         if arch not in KNOWN:
@@ -78,7 +81,7 @@ class Target:
         """
         import torch
 
-        device = torch.device(device)
+        device = named_device(device)
         if device.type == "cpu":
             return KNOWN["cpu"]
         if device.type != "cuda" or torch.version.hip is not None:
@@ -86,6 +89,20 @@ class Target:
         if not torch.cuda.is_available():
             raise InputError(f"expected a device of this machine, got {device}: PyTorch finds no CUDA device here")
         return _of_cuda(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def named_device(device: Any) -> Any:
+    """What `torch.device` makes of a name, a number or a device.
+
+    Raises:
+        InputError: it names none.
+    """
+    import torch
+
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"expected device to name a device, such as 'cuda:0', got {device!r}") from error
 
 
 @cache

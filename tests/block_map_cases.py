@@ -16,6 +16,7 @@ from flexc import block_kernels, block_launches, block_tables, launch, map_makin
 from flexc.ir.eager import Environment, evaluate
 from flexc.ir.graph import FLOAT32, INT32, INT64, Graph, Node, ScalarInput, scalar
 from flexc.ir.ops import cast
+from flexc.map_making import MapSizes
 from flexc.sparsity import EMPTY, FULL, PARTIAL, BlockMap
 from flexc.sparsity.statements import declare_sorted, is_declared_sorted
 from flexc.sparsity.walk import Walk, walk_of
@@ -186,10 +187,8 @@ def kinds_of_walk(walk: Walk, blocks: int) -> Tensor:
 
 def build(case: Case, exact: block_launches.Exact, **capacity: int) -> block_kernels.DeviceMap:
     """The map of a case."""
-    tensors, sizes = case.tensors_on(DEVICE), {"batch": case.b, "heads": case.h, "block": case.block}
-    plan = block_kernels.plan_on_gpu(
-        case.graph, case.q_len, case.kv_len, **sizes, tensors=tensors, device=DEVICE, exact=exact, **capacity
-    )  # fmt: skip
+    tensors, sizes = case.tensors_on(DEVICE), MapSizes(case.q_len, case.kv_len, case.b, case.h, case.block)
+    plan = block_kernels.plan_on_gpu(case.graph, sizes, tensors=tensors, device=DEVICE, exact=exact, **capacity)
     return plan.map(tensors, case.values)
 
 

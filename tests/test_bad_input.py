@@ -14,6 +14,7 @@ import torch
 import flexc
 from flexc import pipeline
 from flexc.backends import Shapes
+from flexc.compat import AuxRequest, create_block_mask, flex_attention
 from flexc.errors import FlexcError, InputError, SettingError, ShapeError, ToolchainError, TraceError, UnsupportedError
 from flexc.gradient_sums import refuse_large_sums
 from tests.accuracy import normal, qkv
@@ -21,6 +22,11 @@ from tests.accuracy import normal, qkv
 
 def causal(batch, head, q_idx, kv_idx):
     return q_idx >= kv_idx
+
+
+class Halved:
+    def __call__(self, score, batch, head, q_idx, kv_idx):
+        return score / 2
 
 
 def soft(score, batch, head, q_idx, kv_idx):
@@ -155,6 +161,101 @@ def test_bad_scale(scale, message, eager, monkeypatch):
         KERNEL.explain(Q, K, V, scale=scale)
 
 
+# --- switches and sinks -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", ["no", 1, torch.ones(2)], ids=["a text", "a number", "a tensor"])
+@pytest.mark.parametrize("name", ["return_lse", "return_max_scores"])
+def test_switch_that_is_neither_true_nor_false(name, value):
+    """Python counts the text "no" as true."""
+    with pytest.raises(InputError, match=f"{name} is a {type(value).__name__}; expected True or False"):
+        KERNEL(Q, K, V, **{name: value})
+
+
+def test_switch_of_packed_sequences():
+    packed = [x[0].transpose(0, 1) for x in (Q, K[:, :, :20], V[:, :, :20])]
+    with pytest.raises(InputError, match="return_lse is a str; expected True or False"):
+        flexc.varlen_attention(*packed, torch.tensor([0, 20]), return_lse="no")
+
+
+def test_sparse_sink():
+    with pytest.raises(InputError, match=r"sink has layout torch.sparse_coo; .*sink.to_dense\(\)"):
+        KERNEL(Q, K, V, sink=torch.zeros(4).to_sparse())
+
+
+def test_tokens_and_heads_in_the_wrong_order():
+    with pytest.raises(ShapeError, match=r"got 20 and 30 in \[batch, heads, tokens, head_dim\]"):
+        KERNEL(*[x.transpose(1, 2) for x in (Q, K, V)])
+
+
+# --- flexc.mask, flexc.check, flexc.reference, flexc.sorted, flexc.compat ------------------------------------------------------------
+
+CALLS = {
+    "mask of a kernel": (lambda: flexc.mask(flexc.kernel(causal)), InputError, "got the flexc kernel causal: pass its .mask_mod"),
+    "mask and a kernel": (lambda: flexc.masks.causal & flexc.kernel(causal), InputError, "got the flexc kernel causal"),
+    "mask of what makes one": (lambda: flexc.mask(flexc.masks.document), InputError, r"it makes a mask: call it, document\(...\)"),
+    "check of a function": (lambda: flexc.check(soft, Q, K, V), InputError, "kernel is a function; expected a flexc kernel"),
+    "reference of a kernel": (
+        lambda: flexc.reference(KERNEL, None, Q, K, V),
+        InputError,
+        "score_mod is a flexc kernel; .*kernel.score_mod",
+    ),
+    "reference of a number": (lambda: flexc.reference(None, 3, Q, K, V), InputError, "mask_mod is a int; expected a function or None"),
+    "reference of lists": (lambda: flexc.reference(soft, None, [1.0], K, V), InputError, "q is a list; expected a torch.Tensor"),
+    "reference of other sizes": (
+        lambda: flexc.reference(soft, None, Q[0], K, V),
+        ShapeError,
+        r"expected q \[B, Hq, Sq, D\], .*got \(4, 20, 16",
+    ),
+    "sorted list": (lambda: flexc.sorted([1, 2]), InputError, "expected a tensor of numbers, got a list"),
+    "target of a number": (lambda: flexc.Target.parse(90), InputError, 'expected the name of a target, such as "sm_90a", got 90'),
+    "device": (lambda: flexc.Target.of("gpu"), InputError, "expected device to name a device, such as 'cuda:0', got 'gpu'"),
+    "map on no device of ours": (
+        lambda: flexc.block_map(causal, 8, 8, device="meta"),
+        InputError,
+        "expected a CPU or CUDA device, got meta",
+    ),
+    "plot into a number": (lambda: flexc.block_map(causal, 8, 8).plot(3), InputError, "expected the path of an image file"),
+    "export to a number": (lambda: KERNEL.export(3, {"heads": 4, "head_dim": 16}), InputError, "expected the path of a file"),
+    "aux": (lambda: flex_attention(Q, K, V, enable_gqa=True, return_aux=True), InputError, r"is a bool; expected AuxRequest\(lse=True\)"),
+    "options": (
+        lambda: flex_attention(Q, K, V, enable_gqa=True, kernel_options="x"),
+        InputError,
+        "kernel_options is a str; expected a dict",
+    ),
+    "option in a list": (
+        lambda: flex_attention(Q, K, V, enable_gqa=True, kernel_options={"BACKEND": ["x"]}),
+        InputError,
+        r"invalid BACKEND \['x'\]",
+    ),
+    "mask as score_mod": (
+        lambda: flex_attention(Q, K, V, causal, enable_gqa=True),
+        InputError,
+        "a mask: pass block_mask=create_block_mask",
+    ),
+    "block mask on no device": (
+        lambda: create_block_mask(causal, None, None, 8, 8, device="gpu"),
+        InputError,
+        "expected device to name a device, such as 'cuda:0', got 'gpu'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_bad_argument(case):
+    call, kind, message = CALLS[case]
+    with pytest.raises(kind, match=message):
+        call()
+
+
+def test_any_record_of_the_two_requests_is_taken():
+    """PyTorch's own AuxRequest is another class."""
+    theirs = importlib.import_module("torch.nn.attention.flex_attention").AuxRequest(lse=True)
+    for request in (AuxRequest(lse=True), theirs):
+        _, aux = flex_attention(Q, K, V, enable_gqa=True, return_aux=request)
+        assert aux.lse.shape == (2, 4, 20)
+
+
 # --- flexc.kernel, flexc.attention -------------------------------------------------------------------------------------------------
 
 
@@ -186,6 +287,25 @@ BAD_KERNELS = {
     "a mask tensor": (lambda: flexc.attention(None, torch.ones(3, 3)), InputError, wants("mask_mod is a Tensor")),
     "kernel of a number": (lambda: flexc.kernel(3), TraceError, "int 3 is not a function"),
     "kernel of None": (lambda: flexc.kernel(None), TraceError, "None is not a function"),
+    "kernel of a tensor": (lambda: flexc.kernel(torch.zeros(9, 9)), TraceError, "^a Tensor is not a function"),
+    "a class": (lambda: flexc.kernel(Halved), TraceError, r"(?s)Halved is a class.*instead: what that call gives, Halved\(...\)"),
+    "what makes a mask": (
+        lambda: flexc.attention(None, flexc.masks.document),
+        TraceError,
+        r"(?s)document makes mask or score functions, and is none itself.*instead: what that call gives, document\(...\)",
+    ),
+    "what makes a score": (lambda: flexc.kernel(flexc.scores.alibi), TraceError, r"(?s)alibi makes mask or.*what that call gives, alibi"),
+    "an argument by name": (
+        lambda: flexc.kernel(lambda s, b, h, i, j, *, cap: s),
+        TraceError,
+        r"(?s)needs the keyword argument cap.*instead: a default, or functools.partial\(function, cap=...\)",
+    ),
+    "a block map": (lambda: flexc.attention(None, flexc.block_map(causal, 8, 8)), InputError, "is a BlockMap; .* the map was made of"),
+    "a block mask": (
+        lambda: flexc.attention(None, create_block_mask(causal, None, None, 8, 8, device="cpu")),
+        InputError,
+        "is a BlockMask; .*pass its .mask_mod, or use flexc.compat.flex_attention",
+    ),
     "a builtin": (lambda: flexc.kernel(max), TraceError, "max is not written in Python"),
     "kernel of a mask as score": (
         lambda: flexc.attention(flexc.kernel(causal)),
@@ -204,6 +324,7 @@ BAD_KERNELS = {
     ),
     "kernel of none": (lambda: flexc.attention(None, flexc.attention()), InputError, "mask_mod is a flexc kernel without functions"),
     "unknown backend": (lambda: flexc.attention(backend="cuda"), InputError, 'unknown backend \'cuda\': expected "auto", "triton", "cpu"'),
+    "backend in a list": (lambda: flexc.attention(backend=["cpu"]), InputError, r"unknown backend \['cpu'\]"),
     "backend None": (lambda: flexc.attention(backend=None), InputError, "unknown backend None"),
     "unknown precision": (
         lambda: flexc.attention(precision="high"),

@@ -14,6 +14,7 @@ from flexc.codegen.triton.blocks import plan_blocks
 from flexc.errors import UnsupportedError
 from flexc.ir.graph import FLOAT32, INT64, Graph, Node, ScalarInput, scalar
 from flexc.ir.ops import cast
+from flexc.map_making import MapSizes
 from tests import block_map_cases
 from tests.block_map_cases import CASES, failure_of
 from tests.contract.interpreter import interpreting_workers
@@ -79,7 +80,7 @@ def test_promises_on_a_gpu(function, on_gpu):
 
 
 def build(graph: Graph, q_len: int, kv_len: int, tensors: tuple[torch.Tensor, ...] = ()) -> block_kernels.DeviceMap:
-    plan = block_kernels.plan_on_gpu(graph, q_len, kv_len, batch=1, heads=1, block=(8, 8), tensors=tensors, device=torch.device("cpu"))
+    plan = block_kernels.plan_on_gpu(graph, MapSizes(q_len, kv_len, 1, 1, (8, 8)), tensors=tensors, device=torch.device("cpu"))
     return plan.map(tensors, ())
 
 
@@ -118,8 +119,8 @@ def test_nothing_waits_for_the_device_and_tables_are_made_once(monkeypatch):
     graph = graph_of(op("and", documents, read(1, pairs, op("floordiv", q_idx, 2**14), op("floordiv", kv_idx, 2**14))), (ids, pairs))
 
     def build() -> block_kernels.DeviceMap:
-        sizes = {"batch": 2, "heads": 4, "block": (128, 128)}
-        plan = block_kernels.plan_on_gpu(graph, 2**20, 2**20, **sizes, tensors=(ids, pairs), device=torch.device("meta"))
+        sizes = MapSizes(2**20, 2**20, batch=2, heads=4, block=(128, 128))
+        plan = block_kernels.plan_on_gpu(graph, sizes, tensors=(ids, pairs), device=torch.device("meta"))
         return plan.map((ids, pairs), ())
 
     found = build()
@@ -147,8 +148,8 @@ def test_few_block_rows_are_ordered_by_the_kernel_that_writes_their_walk(monkeyp
     monkeypatch.setattr(block_launches, "_turns", {})
 
     def names(mask: Node, q_len: int) -> list[str]:
-        sizes = {"batch": 2, "heads": 1, "block": (8, 8)}
-        plan = block_kernels.plan_on_gpu(graph_of(mask), q_len, 64, **sizes, tensors=(), device=torch.device("meta"))
+        sizes = MapSizes(q_len, 64, batch=2, heads=1, block=(8, 8))
+        plan = block_kernels.plan_on_gpu(graph_of(mask), sizes, tensors=(), device=torch.device("meta"))
         plan.map((), ()).row_walk()
         return launches.take()
 
@@ -211,8 +212,8 @@ def test_lengths_that_are_refused(q_len, kv_len):
 
 def test_more_rows_of_blocks_than_int32_counts_are_refused():
     with pytest.raises(UnsupportedError, match="at most 268435456 rows and columns of blocks, got \\(70000, 1, 8, 65536\\)"):
-        sizes = {"batch": 70_000, "heads": 1, "block": (8, 8)}
-        block_kernels.plan_on_gpu(graph_of(op("lt", kv_idx, batch)), 64, 2**19, **sizes, tensors=(), device=torch.device("cpu"))
+        sizes = MapSizes(64, 2**19, batch=70_000, heads=1, block=(8, 8))
+        block_kernels.plan_on_gpu(graph_of(op("lt", kv_idx, batch)), sizes, tensors=(), device=torch.device("cpu"))
 
 
 def test_an_empty_tensor_is_refused():
@@ -258,7 +259,7 @@ def test_integers_that_need_64_bits_are_arguments_of_another_kind(monkeypatch):
     graph = Graph((("mask", mask),), (), (ScalarInput("x", FLOAT32), ScalarInput("n", INT64)))
     kinds = []
     for number in (5, 6, 2**40):
-        plan = block_kernels.plan_on_gpu(graph, 64, 64, batch=1, heads=1, block=(8, 8), tensors=(), device=torch.device("meta"))
+        plan = block_kernels.plan_on_gpu(graph, MapSizes(64, 64, 1, 1, (8, 8)), tensors=(), device=torch.device("meta"))
         plan.map((), (0.5, number)).row_walk()
         (compiled,) = next(iter(block_kernels._builders.values()))._by_plan.values()
         kinds.append(len(compiled._prepared))

@@ -16,7 +16,7 @@ from flexc.errors import InputError, ShapeError, UnsupportedError
 from flexc.launch import MAPS, Launch, Remembered
 from tests.accuracy import normal, qkv
 
-api = importlib.import_module("flexc.api")
+prepare = importlib.import_module("flexc.prepare")
 
 
 def causal(batch, head, q_idx, kv_idx):
@@ -26,8 +26,8 @@ def causal(batch, head, q_idx, kv_idx):
 @pytest.fixture
 def checked(monkeypatch):
     """The calls whose inputs were checked."""
-    seen, check = [], api.refuse_what_is_no_input
-    monkeypatch.setattr(api, "refuse_what_is_no_input", lambda q, k, v: (seen.append(q), check(q, k, v)))
+    seen, check = [], prepare.refuse_what_is_no_input
+    monkeypatch.setattr(prepare, "refuse_what_is_no_input", lambda q, k, v: (seen.append(q), check(q, k, v)))
     return seen
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from flexc import frontend
 from flexc.algebra import plain_function
 from flexc.api import Kernel
 from flexc.compat.errors import ArgumentError, UsageError
@@ -89,6 +90,8 @@ def flex_attention(
     if q_shape[0] != kv_shape[0]:
         key, value = _of_batch(query, key, value, block_mask)
     mask = None if block_mask is None else rule_of(block_mask, q_shape, kv_shape, query.device)
+    if return_aux is not None and not (hasattr(return_aux, "lse") and hasattr(return_aux, "max_scores")):
+        raise InputError(f"return_aux is a {type(return_aux).__name__}; expected AuxRequest(lse=True), AuxRequest(max_scores=True) or both")
     if return_aux is not None and return_lse:
         raise ArgumentError("return_lse and return_aux are both given: expected return_aux=AuxRequest(lse=True) alone")
     options = backend_and_precision(kernel_options, query.device.type == "cpu")
@@ -124,6 +127,10 @@ def kernel_for(score_mod: Function | None, mask: Function | None, options: tuple
     key = (id(score_key), id(mask_key), options)
     found = _kernels.get(key)
     if found is None:
+        if callable(score_mod) and frontend.arity(score_mod) == 4:
+            raise InputError(
+                "score_mod takes 4 positional arguments, expected 5: this looks like a mask: pass block_mask=create_block_mask(...)"
+            )
         made = Kernel(score_mod, mask, backend=options[0], precision=options[1])
         made.score_mod = made.mask_mod = None
         found = _kernels[key] = made, (score_key, mask_key)

@@ -14,6 +14,7 @@ from flexc.algebra import plain_function
 from flexc.compat.errors import CallableError, UsageError
 from flexc.errors import InputError, TraceError
 from flexc.pairs import evaluate
+from flexc.target import named_device
 
 Tensor = torch.Tensor
 MaskFunction = Callable[..., Any]
@@ -102,7 +103,7 @@ def create_mask(
 
 def default_device(device: torch.device | str | None) -> torch.device:
     """The device asked for, else the accelerator, else the CPU; with its number, as tensors name it."""
-    named = torch.device(device if device is not None else torch.accelerator.current_accelerator() or "cpu")
+    named = named_device(device if device is not None else torch.accelerator.current_accelerator() or "cpu")
     return named if named.type == "cpu" or named.index is not None else torch.empty(0, device=named).device
 
 

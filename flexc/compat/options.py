@@ -8,6 +8,7 @@ from typing import Any, Literal, TypedDict
 
 from flexc.backends import is_interpreted
 from flexc.compat.errors import ArgumentError, CallableError, UsageError
+from flexc.errors import InputError
 
 _BACKENDS = {"AUTO": "auto", "TRITON": "triton", "TRITON_DECODE": "triton", "FLASH": "cute"}
 _PRECISIONS = {"ieee": "fast", "tf32": "tf32"}  # flexc's "fast" multiplies float32 as float32
@@ -40,12 +41,15 @@ def backend_and_precision(kernel_options: Mapping[str, Any] | None, on_cpu: bool
     """The `backend` and `precision` of a flexc kernel.
 
     Raises:
+        InputError: no mapping.
         UsageError: BACKEND and FORCE_USE_FLEX_ATTENTION together.
         ArgumentError: an unknown backend or precision.
         CallableError: a name that is FlexAttention's own business.
     """
     if not kernel_options:
         return _NO_OPTIONS
+    if not isinstance(kernel_options, Mapping):
+        raise InputError(f'kernel_options is a {type(kernel_options).__name__}; expected a dict, such as {{"BACKEND": "TRITON"}}')
     options = dict(kernel_options)
     for name in _INTERNAL:
         if name in options:
@@ -62,7 +66,7 @@ def backend_and_precision(kernel_options: Mapping[str, Any] | None, on_cpu: bool
 def _chosen(options: dict[str, Any], name: str, default: str, known: dict[str, str]) -> str:
     value = options.pop(name, default)
     value = value.strip("'\"") if isinstance(value, str) else value
-    if value not in known:
+    if not isinstance(value, str) or value not in known:
         raise ArgumentError(f"invalid {name} {value!r}: expected " + ", ".join(f'"{k}"' for k in known))
     return known[value]
 

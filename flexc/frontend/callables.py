@@ -79,14 +79,23 @@ def arity(function: Callable[..., Any]) -> int:
     """Number of positional arguments that the function must be given, after those bound by partial or as self.
 
     Raises:
-        TraceError: not callable, or any number of arguments is taken.
+        TraceError: not callable, something that makes functions, or a function whose arguments are not all given by position.
     """
     plain = plain_callable(function)
     if not callable(plain):
+        shown = repr(function)
+        kind = type(function).__name__
         raise TraceError(
-            f"{type(function).__name__} {function!r} is not a function",
+            f"{kind} {shown} is not a function" if len(shown) <= 60 and "\n" not in shown else f"a {kind} is not a function",
             why="a score or mask function is called once for each score, while tracing",
             instead="a function (score, batch, head, q_idx, kv_idx) or (batch, head, q_idx, kv_idx)",
+        )
+    if isinstance(plain, type) or getattr(plain, "makes_functions", False):
+        name = name_of(function)
+        raise TraceError(
+            f"{name} {'is a class' if isinstance(plain, type) else 'makes mask or score functions, and is none itself'}",
+            why="its own arguments are missing: it is called once, before there are scores and positions",
+            instead=f"what that call gives, {name}(...)",
         )
     try:
         parameters = inspect.signature(plain).parameters.values()
@@ -104,6 +113,14 @@ def arity(function: Callable[..., Any]) -> int:
             where=where_defined(function),
             why="four arguments make a mask function, five a score function, and this one could be either",
             instead="named arguments: (score, batch, head, q_idx, kv_idx) or (batch, head, q_idx, kv_idx)",
+        )
+    by_name = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and p.default is inspect.Parameter.empty]
+    if by_name:
+        raise TraceError(
+            f"{name_of(function)} needs the keyword argument {by_name[0]}",
+            where=where_defined(function),
+            why="a kernel gives its functions positions, and nothing by name",
+            instead=f"a default, or functools.partial(function, {by_name[0]}=...)",
         )
     return len(required)
 

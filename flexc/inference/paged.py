@@ -60,12 +60,14 @@ class PagedKV:
     v_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.layout not in _LAYOUTS:
+        if not isinstance(self.layout, str) or self.layout not in _LAYOUTS:
             raise InputError(f"unknown layout {self.layout!r}: expected " + " or ".join(f'"{name}"' for name in _LAYOUTS))
         for name in ("k_pages", "v_pages", "page_table", "lengths"):
             value, dims = getattr(self, name), {"page_table": 2, "lengths": 1}.get(name, 4)
             if not isinstance(value, Tensor):
                 raise InputError(f"{name} is a {type(value).__name__}; expected a torch.Tensor")
+            if value.layout is not torch.strided:
+                raise InputError(f"{name} has layout {value.layout}; expected a dense tensor: convert it with {name}.to_dense()")
             if value.dim() != dims:
                 raise ShapeError(f"{name} has shape {list(value.shape)}; expected {dims} dimensions")
             if dims < 4 and value.dtype != torch.int32:
@@ -115,7 +117,13 @@ class PagedKV:
         return self.page_table.shape[1] * self.page
 
     def contiguous(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Copies [B, Hkv, S, D] of the keys and of the values, S the room of the table, zeros past each length."""
+        """Copies [B, Hkv, S, D] of the keys and of the values, S the room of the table, zeros past each length.
+
+        Raises:
+            InputError: on the CPU, a length or a page that cannot be.
+        """
+        if self.lengths.device.type == "cpu":  # where a wrong page would be PyTorch's IndexError
+            self.refuse_values()
         is_used = torch.arange(self.page_table.shape[1], device=self.lengths.device) * self.page < self.lengths[:, None]
         table = torch.where(is_used, self.page_table, 0).long()
         whole = meant(*self.pages, self.scales, dtype)

@@ -104,7 +104,7 @@ def positions_of(
 
 def refuse_bad_position(name: str, value: int | Tensor | None, batch: int, device: torch.device) -> None:
     """Refuse what is neither None, a number, nor a tensor of one integer for each batch entry."""
-    expected = f"expected a number, or an int32 or int64 tensor of shape [{batch}] (one for each batch entry)"
+    expected = f"expected an int, or an int32 or int64 tensor of shape [{batch}] (one for each batch entry)"
     if value is None:
         return
     if not isinstance(value, Tensor):

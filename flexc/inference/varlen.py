@@ -65,7 +65,9 @@ def varlen_attention(
         InputError, ShapeError: sizes, dtypes or devices do not fit.
     """
     from flexc import api
+    from flexc.arguments import refuse_bad_switch
 
+    refuse_bad_switch("return_lse", return_lse)
     if is_dynamo_compiling():
         from flexc.dynamo import call_varlen
 
@@ -191,7 +193,7 @@ def refuse_boundary_values(name: str, cu: Tensor, total: int) -> None:
 def refuse_bad_boundaries(name: str, cu: Any, device: torch.device) -> None:
     """Refuse what are no boundaries, whatever their values."""
     if not isinstance(cu, Tensor):
-        raise InputError(f"{name} is a {type(cu).__name__}; expected an int32 tensor [B + 1]")
+        raise InputError(f"{name} is a {type(cu).__name__}; expected an int32 or int64 tensor [B + 1]")
     if cu.dim() != 1 or not len(cu):
         raise ShapeError(f"{name} has shape {list(cu.shape)}; expected [B + 1]")
     if cu.dtype not in (torch.int32, torch.int64):

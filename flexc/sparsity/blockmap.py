@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -314,9 +315,11 @@ class BlockMap:
             inset: (query, key): a second panel shows the 256 x 256 pairs from there on, one by one.
 
         Raises:
-            InputError: an inset that begins outside.
+            InputError: no path, or an inset that begins outside.
             ToolchainError: matplotlib is missing.
         """
+        if not isinstance(path, str | os.PathLike):
+            raise InputError(f"expected the path of an image file, such as 'mask.png', got {path!r}")
         entry = self._entry(batch, head)
         if inset is not None and not (0 <= inset[0] < self.q_len and 0 <= inset[1] < self.kv_len):
             raise InputError(f"expected an inset that begins at query < {self.q_len} and key < {self.kv_len}, got {inset}")

@@ -25,8 +25,10 @@ def declare_sorted(tensor: Tensor) -> Tensor:
         The tensor.
 
     Raises:
-        InputError: it has no dimension, or is a tensor of truth values.
+        InputError: no tensor, one without a dimension, or one of truth values.
     """
+    if not isinstance(tensor, Tensor):
+        raise InputError(f"expected a tensor of numbers, got a {type(tensor).__name__}: lists are compiled in, and need no statement")
     if tensor.dim() == 0 or tensor.dtype == torch.bool:
         raise InputError(f"expected a tensor of numbers with a dimension to be sorted along, got {tensor.dtype} {tuple(tensor.shape)}")
     key = place_of(tensor)

@@ -390,7 +390,6 @@ def test_not_written_in_python():
         (lambda b, h, q, k, width=3: True, 4),
         (lambda s, b, h, q, k, *, gain=1.0: s, 5),
         (lambda b, h, q, k, *rest: True, 4),
-        (Holder, 0),
     ],
 )
 def test_arity_counts_what_must_be_given(function, count):

@@ -74,6 +74,8 @@ def test_keys_of_a_page_are_read_in_16_bytes_and_ahead():
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
+        ({"layout": ["NHD"]}, InputError, r"unknown layout \['NHD'\]"),
+        ({"k_pages": pages()["k_pages"].to_sparse()}, InputError, r"k_pages has layout torch.sparse_coo; .*k_pages.to_dense\(\)"),
         ({"layout": "NDH"}, InputError, 'unknown layout \'NDH\': expected "NHD" or "HND"'),
         ({"lengths": [7, 8]}, InputError, "lengths is a list; expected a torch.Tensor"),
         ({"lengths": torch.tensor([7, 8])}, InputError, r"lengths has dtype torch.int64; expected int32: convert it"),
@@ -121,7 +123,9 @@ def test_bad_calls_are_named(q, options, error, message):
         ({"page_table": torch.tensor([[0, 1, 9], [5, 6, 0]], dtype=torch.int32)}, r"page_table\[1, 1\] is 6; expected a page from 0 to 5"),
     ],
 )
-def test_check_mode_reads_the_table(changes, message, monkeypatch):
-    monkeypatch.setenv("FLEXC_CHECK", "1")
+@pytest.mark.parametrize("check", ["0", "1"])
+def test_pages_and_lengths_that_cannot_be(changes, message, check, monkeypatch):
+    """On the CPU, where looking waits for nothing, they are refused without FLEXC_CHECK=1, too."""
+    monkeypatch.setenv("FLEXC_CHECK", check)
     with pytest.raises(InputError, match=message):
         flexc.attention()(q_of(), flexc.PagedKV(**pages(**changes)))

@@ -106,7 +106,7 @@ def test_packed_rows_are_the_heads_of_a_group():
 @pytest.mark.parametrize(
     ("positions", "error", "message"),
     [
-        ({"q_offset": 1.5}, InputError, r"q_offset is a float; expected a number, or an int32 or int64 tensor of shape \[2\]"),
+        ({"q_offset": 1.5}, InputError, r"q_offset is a float; expected an int, or an int32 or int64 tensor of shape \[2\]"),
         ({"q_offset": True}, InputError, "q_offset is a bool"),
         ({"q_offset": -1}, InputError, "q_offset is -1; expected a number from 0"),
         ({"q_offset": torch.zeros(2)}, InputError, "q_offset has dtype torch.float32"),

@@ -91,7 +91,7 @@ def test_compiled_regions_run_a_batch_outside():
         ({"q": torch.randn(1, 4, 6, 16)}, ShapeError, r"q is \[1, 4, 6, 16\]; expected \[total, heads, head_dim\]"),
         ({"q": torch.randn(6, 3, 16)}, ShapeError, "the heads of q must be a multiple of those of the cache"),
         ({"q": torch.randn(6, 4, 16).requires_grad_()}, UnsupportedError, "a gradient through a paged cache"),
-        ({"q_offset": torch.tensor([1])}, ShapeError, r"q_offset has shape \[1\]; expected a number, or an int32 or int64 tensor of shape"),
+        ({"q_offset": torch.tensor([1])}, ShapeError, r"q_offset has shape \[1\]; expected an int, or an int32 or int64 tensor of shape"),
         ({"kernel": lambda s, b, h, i, j: s + TABLE[b]}, ShapeError, "TABLE has 3 entries along dimension 0, which `batch` indexes"),
     ],
 )

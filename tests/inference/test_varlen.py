@@ -130,7 +130,7 @@ CU = torch.tensor([0, 5, 14], dtype=torch.int32)
     ("changes", "error", "message"),
     [
         ({"cu_seqlens_q": None}, InputError, "cu_seqlens_q is missing; expected where each sequence begins"),
-        ({"cu_seqlens_q": [0, 5, 14]}, InputError, r"cu_seqlens_q is a list; expected an int32 tensor \[B \+ 1\]"),
+        ({"cu_seqlens_q": [0, 5, 14]}, InputError, r"cu_seqlens_q is a list; expected an int32 or int64 tensor \[B \+ 1\]"),
         ({"cu_seqlens_q": CU.float()}, InputError, "cu_seqlens_q has dtype torch.float32; expected int32 or int64: convert it"),
         ({"cu_seqlens_q": CU[None]}, ShapeError, r"cu_seqlens_q has shape \[1, 3\]; expected \[B \+ 1\]"),
         ({"cu_seqlens_k": CU[:2]}, ShapeError, "cu_seqlens_q has 2 sequences and cu_seqlens_k 1; expected equally many"),
