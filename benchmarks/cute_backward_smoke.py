@@ -24,7 +24,7 @@ LIMIT = int(os.environ.get("LIMIT", "60"))  # seconds of a case
 
 EACH, QUEUE = (64, 128), (64, 128, "keys", 2, True)
 
-IN_TURN = "in turn"  # the default tile of a deterministic kernel, which takes no mask
+IN_TURN = "in turn"  # the default tile of a deterministic kernel
 
 # name: (variant, sizes, tile or None, with a gradient of lse)
 CORRECT = {
@@ -61,21 +61,25 @@ CORRECT = {
     "in turn plain D128": ("plain", dict(b=2, h=8, hk=8, s=2000, sk=2100, d=128), IN_TURN, True),
     "in turn plain grouped D64": ("plain", dict(b=2, h=16, hk=4, s=2000, sk=2000, d=64), IN_TURN, False),
     "in turn plain D192": ("plain", dict(b=1, h=4, hk=2, s=700, sk=700, d=192), IN_TURN, True),
+    "in turn causal D128": ("causal", dict(b=2, h=16, hk=16, s=2000, sk=2100, d=128), IN_TURN, False),
+    "in turn window grouped D128": ("window", dict(b=1, h=16, hk=4, s=3000, sk=3000, d=128), IN_TURN, False),
+    "in turn documents D64": ("documents", dict(b=2, h=16, hk=16, s=2000, sk=2000, d=64), IN_TURN, False),
+    "in turn hole D192": ("hole", dict(b=1, h=4, hk=2, s=700, sk=700, d=192), IN_TURN, True),
     "learned in a soft cap": ("capped", dict(b=1, h=4, hk=2, s=700, sk=700, d=128), EACH, False),
 }
 
 SPEED = {  # variant: tiles, and the head dimension
     "plain": ([None, EACH, QUEUE, IN_TURN], 128),
-    "causal": ([None, EACH], 128),
-    "window": ([None, EACH], 128),
-    "documents": ([None, EACH], 128),
+    "causal": ([None, EACH, IN_TURN], 128),
+    "window": ([None, EACH, IN_TURN], 128),
+    "documents": ([None, EACH, IN_TURN], 128),
     "softcap": ([None, EACH], 128),
     "alibi": ([None, EACH], 128),
     "slopes": ([None], 128),
     "temperature": ([None], 128),
     "prefix": ([None], 128),
     "plain D64": ([None, IN_TURN], 64),
-    "causal D64": ([None], 64),
+    "causal D64": ([None, IN_TURN], 64),
     "causal D192": ([None], 192),
     "causal D256": ([None], 256),
 }

@@ -116,8 +116,8 @@ class Backend:
         forward: (module, call, maps) → out, lse, and the largest scores if the options ask for them.
         backward: (module, call, maps, out, lse, dout, dlse) → dq, dk, dv, gradients of the captured tensors.
         packages: distributions whose versions are part of the key.
-        workspace_bytes: (plan, shapes) → what its backward pass allocates besides results and sums for captured tensors; two float32
-            numbers a query where nothing else is said.
+        workspace_bytes: (plan, shapes, how many pairs of batch and head have a block map of their own) → what its backward pass
+            allocates besides results and sums for captured tensors; two float32 numbers a query where nothing else is said.
         backward_by: backends whose module runs the backward pass, from this one's out and lse: the first that can; empty for this one.
         otherwise: the backend that takes the requests which `plan` refuses; None: they are refused.
         record: as `forward`, which also returns a function (q, k, v, scale, tensors, scalars, walk) that launches the same again with less
@@ -137,7 +137,7 @@ class Backend:
     backward: Callable[..., tuple[Tensor, Tensor, Tensor, Sequence[Tensor | None]]]
     packages: tuple[str, ...]
     backward_by: tuple[Backend, ...] = ()
-    workspace_bytes: Callable[[Any, Shapes], int] = lambda plan, s: 8 * s.batch * s.heads_q * s.q_len
+    workspace_bytes: Callable[[Any, Shapes, int], int] = lambda plan, s, maps: 8 * s.batch * s.heads_q * s.q_len
     otherwise: Backend | None = None
     record: Callable[..., Any] | None = None
     gradient_bytes: Callable[[Graph, bool, Sequence[int]], dict[str, int]] = lambda graph, deterministic, elements: {}
@@ -339,7 +339,7 @@ CUTE_BACKWARD = Backend(
     forward=_no_forward,
     backward=_backward_cute,
     packages=("torch", "nvidia-cutlass-dsl"),
-    workspace_bytes=lambda plan, s: cute_codegen.backward_workspace_bytes(plan, s.batch * s.heads_q, s.q_len, s.kv_len),
+    workspace_bytes=lambda plan, s, maps: cute_codegen.backward_workspace_bytes(plan, s.batch * s.heads_q, s.q_len, s.kv_len, maps),
     gradient_bytes=lambda graph, deterministic, elements: cute_codegen.backward_gradient_bytes(graph, elements),
 )
 CUTE = Backend(

@@ -162,7 +162,7 @@ def explain(launch: Launch, blocks: BlockMap, scale: float, copied: list[str], n
         flops_backward=2 * pairs * (3 * shapes.head_dim + 2 * shapes.head_dim_v),
         bytes_forward=bytes_forward,
         roofline_ms=roofline,
-        workspace_bytes=_workspace_bytes(launch) + sum(sums.values()),
+        workspace_bytes=_workspace_bytes(launch, blocks) + sum(sums.values()),
         loads=tuple(_loads(artifact.graph)),
         gradients=tuple(_gradients(artifact.lowered)),
         steps=tuple(_steps(artifact.graph)),
@@ -176,11 +176,11 @@ def explain(launch: Launch, blocks: BlockMap, scale: float, copied: list[str], n
     )
 
 
-def _workspace_bytes(launch: Launch) -> int:
+def _workspace_bytes(launch: Launch, blocks: BlockMap) -> int:
     """Of the backward pass, without sums for captured tensors."""
     artifact = launch.artifact
     backward = artifact.for_backward(launch.shapes, launch.options)
-    return backward.backend.workspace_bytes(backward.plan, launch.shapes)
+    return backward.backend.workspace_bytes(backward.plan, launch.shapes, blocks.shape[0] * blocks.shape[1])
 
 
 def _mathematics(graph: Graph, scale: float) -> list[str]:

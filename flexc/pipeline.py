@@ -307,7 +307,7 @@ def compile_for(
 
 _KERNELS = {
     "fwd": ("forward_kernel",),
-    "bwd": ("row_sums_kernel", "dq_kernel", "dkv_kernel", "backward_kernel", "convert_kernel", "sum_bins_kernel"),
+    "bwd": ("row_sums_kernel", "dq_kernel", "dkv_kernel", "ranks_kernel", "backward_kernel", "convert_kernel", "sum_bins_kernel"),
 }
 
 

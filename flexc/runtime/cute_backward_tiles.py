@@ -12,6 +12,8 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
+from flexc.runtime.cute_tiles import choose, fetch, record_of
+
 GROUPS = 2
 GROUP_THREADS = 128
 ALL = 1  # named barriers: both computing warpgroups;
@@ -259,6 +261,70 @@ def end_turn(turns, block, part):
         cute.arch.cp_async_bulk_wait_group(0, read=False)
         cute.arch.atomic_add(turns.iterator + (Int64(block) * GROUPS + part), Int32(1), sem="release", scope="gpu")
     cute.arch.sync_warp()
+
+
+@cute.jit
+def take_first_tile(counter, fetches, place):
+    """The first tile of a block of threads, from the counter, into shared memory; for one warp. `fetches`: see `cute_tiles.fetch`."""
+    number = fetch(counter, 0, fetches)
+    with cute.arch.elect_one():
+        cute.make_tensor(place, cute.make_layout(1))[0] = number
+
+
+@cute.jit
+def first_tile(place):
+    """What `take_first_tile` found, after a barrier: the same for all threads."""
+    return cute.arch.make_warp_uniform(cute.make_tensor(place, cute.make_layout(1))[0])
+
+
+@cute.jit
+def visits(rows, partial_blocks, full_runs, batch, head, row, block):
+    """1 if a row of a block map visits this block, else 0; blocks may differ between lanes."""
+    partial, partial_count, full, full_count = record_of(rows, batch, head, row)
+    found = Int32(0)
+    for i in cutlass.range(partial_count, unroll=4):
+        found = choose(partial_blocks[partial + i] == block, Int32(1), found)
+    for i in cutlass.range(full_count, unroll=1):
+        found = choose((full_runs[full + i, 0] <= block) & (block < full_runs[full + i, 1]), Int32(1), found)
+    return found
+
+
+@cute.jit
+def sums_before(first, count, step, is_on):
+    """Replaces `count` integers in global memory, `step` apart, by the sum of those before each, where `is_on`; each lane has its own.
+
+    Several are read at once, because each takes its way to the L2 cache and back.
+    """
+    total = Int32(0)
+    some = cute.make_rmem_tensor(16, Int32)
+    for at in cutlass.range(0, count, 16, unroll=1):
+        for i in cutlass.range_constexpr(16):
+            some[i] = cute.make_tensor(first + Int64(cutlass.min(at + i, count - 1)) * step, 1)[0]
+        for i in cutlass.range_constexpr(16):
+            if is_on & (at + i < count):
+                cute.make_tensor(first + Int64(at + i) * step, 1)[0] = total
+            total = total + some[i]
+
+
+@cute.jit
+def rank_of(ranks, batch, head, position, block):
+    """How many blocks of keys add to a block of queries before the one whose tile is at this position. Batch and head may share it."""
+    entry = Int64(cutlass.min(batch, ranks.shape[0] - 1)) * ranks.shape[1] + cutlass.min(head, ranks.shape[1] - 1)
+    at = (entry * ranks.shape[2] + position) * ranks.shape[3] + block
+    return cute.make_tensor(ranks.iterator + at, 1)[0]
+
+
+@cute.jit
+def blocks_behind(partial_blocks, first, count, full_runs, run, run_count):
+    """How many of a row's partial blocks, which are in order, lie behind its last full one; all of them where none is full."""
+    early, end = Int32(0), Int32(0)
+    if run_count > 0:
+        end = Int32(count)
+    while early < end:
+        middle = (early + end) // 2
+        is_early = partial_blocks[first + middle] < full_runs[run + run_count - 1, 1]
+        early, end = choose(is_early, middle + 1, early), choose(is_early, end, middle)
+    return count - early
 
 
 @cute.jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flexc.codegen.cute.backward_kernel import print_backward
 from flexc.codegen.cute.backward_plan import GROUPS, BackwardPlan
 from flexc.codegen.cute.backward_terms import gradient_slots
-from flexc.codegen.cute.emit import argument_lines, tidy
+from flexc.codegen.cute.emit import argument_lines, map_lines, tidy
 from flexc.codegen.cute.rows import CUTE_DTYPES
 from flexc.codegen.levels import captured
 from flexc.codegen.templates import header_of, render
@@ -14,7 +14,7 @@ from flexc.target import Target
 
 
 def emit_backward(graph: Graph, plan: BackwardPlan, target: Target, *, title: str = "") -> str:
-    """The module's text: three kernels, their launches, and the host function `backward`.
+    """The module's text: its kernels, their launches, and the host function `backward`.
 
     Args:
         graph: after `passes.run`, `differentiate` and `lower_to_base2`: outputs logit2, outer, dscore and mask are read.
@@ -59,9 +59,12 @@ def _signatures(
     rows = plan.backward.rows
     row_sums, dq_sums = by_blocks("row_sums", 2 * rows + 4), by_blocks("dq_sums", rows * plan.padded_dim)
 
-    first = ['tensor("counter", "int32", (1,), compact=True)'] if plan.backward.queue else []
+    first = ['tensor("counter", "int32", (1,), compact=True)'] if plan.counts_tiles else []
     if plan.deterministic:
         first.append(f'tensor("turns", "int32", ("all_query_blocks", {GROUPS}), compact=True)')
+    ranks = 'tensor("ranks", "int32", ("map_batch", "map_heads", "key_blocks", "query_blocks"), compact=True)'
+    if plan.has_ranks:
+        first.append(ranks)
     for slot, name in gradients.items():
         sizes = ", ".join(f'"{tensors[slot][0]}_size{i}"' for i in range(max(tensors[slot][2], 1)))
         first.append(f'tensor("{name}", "float32", ({sizes},), compact=True)')
@@ -76,6 +79,7 @@ def _signatures(
             row_sums,
             dq_sums,
         ],
+        **({"ranks": [*map_lines("key_blocks"), ranks]} if plan.has_ranks else {}),
         "backward": [
             given("q", "heads", "q_len", dim),
             given("k", "kv_heads", "kv_len", dim),

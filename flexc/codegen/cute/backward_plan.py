@@ -73,7 +73,7 @@ class BackwardPlan(Listed):
         bulk: q, k and v allow bulk copies as they are; otherwise the host copies them first.
         approximate: the hardware approximation of tanh.
         exact: no approximation of functions and quotients at all.
-        deterministic: blocks of keys add to the queries' gradient in a fixed order, that of their tiles; where every block is visited.
+        deterministic: blocks of keys add to the queries' gradient in a fixed order, that of their tiles.
         smem_bytes: shared memory of a block of threads.
         registers: of a computing thread, of another one.
     """
@@ -94,6 +94,16 @@ class BackwardPlan(Listed):
     deterministic: bool
     smem_bytes: int
     registers: tuple[int, int]
+
+    @property
+    def has_ranks(self) -> bool:
+        """Which turn a block of keys has at a block of queries is looked up: in a fixed order with a mask, where not all visit all."""
+        return self.deterministic and self.walk == "runs"
+
+    @property
+    def counts_tiles(self) -> bool:
+        """Blocks of threads take their tiles from a counter: from a queue, or because a tile with ranks waits for those before it."""
+        return self.backward.queue or self.has_ranks
 
 
 # (D, Dv) after padding → tiles, best first, without a mask and with one, whose tiles are of uneven length. A warpgroup's share of the
@@ -153,10 +163,6 @@ def make_backward_plan(
     """
     refuse_unsupported(target, dtype, max(head_dim, head_dim_v))
     has_mask = graph.mask is not None
-    if deterministic and has_mask:
-        raise UnsupportedError(
-            "deterministic=True with a mask: blocks of keys wait for each other in the backward kernel of the cute backend"
-        )
     if deterministic and gradient_slots(graph):
         names = ", ".join(graph.tensors[slot].name for slot in gradient_slots(graph))
         raise UnsupportedError(f"deterministic=True with gradients of captured tensors ({names}) in a backward kernel of the cute backend")
@@ -206,15 +212,17 @@ def backward_gradient_bytes(graph: Graph, elements: Sequence[int]) -> dict[str, 
     return {graph.tensors[slot].name: 4 * elements[slot] for slot in gradient_slots(graph)}
 
 
-def backward_workspace_bytes(plan: BackwardPlan, entries: int, q_len: int, kv_len: int) -> int:
-    """What the host function allocates besides dq, dk and dv; `entries` is B x Hq.
+def backward_workspace_bytes(plan: BackwardPlan, entries: int, q_len: int, kv_len: int, map_entries: int) -> int:
+    """What the host function allocates besides dq, dk and dv; `entries` is B x Hq, `map_entries` how many of these have a map of their own.
 
-    Float32 sums for dq, and what each query is known by. A deterministic kernel also keeps whose turn it is to add; where each head of a
-    group has its own tiles, there are dk and dv of each.
+    Float32 sums for dq, and what each query is known by. A deterministic kernel also keeps whose turn it is to add, and where there is a
+    mask, at which turn each block of keys adds to each block of queries. Where each head of a group has its own tiles, there are dk and dv
+    of each.
     """
     rows = plan.backward.rows
     blocks = -(-q_len // rows)
     turns = 4 * GROUPS * entries * blocks if plan.deterministic else 0
     wide = sum(-(-dim // 8) * 8 for dim in (plan.head_dim, plan.head_dim_v))
     of_heads = _ELEMENT_BYTES * entries * kv_len * wide if plan.by_head else 0
-    return 4 * entries * blocks * (rows * plan.padded_dim + 2 * rows + 4) + turns + of_heads
+    ranks = 4 * map_entries * blocks * -(-kv_len // plan.backward.columns) if plan.has_ranks else 0
+    return 4 * entries * blocks * (rows * plan.padded_dim + 2 * rows + 4) + turns + of_heads + ranks

@@ -6,8 +6,12 @@ Besides what `simulated` notices: shared memory that a product or a bulk copy re
 
 from __future__ import annotations
 
+import random
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -211,6 +215,8 @@ class Machine:
     def __init__(self, plan: Any, rounded: Callable[[np.ndarray], np.ndarray], staged: Sequence[Any]):
         self.plan, self.tile, self.rounded = plan, plan.backward, rounded
         self.staged_types = {value.name: getattr(stand_in, value.type) for value in staged}
+        self.at_once = 1  # blocks of threads that run side by side,
+        self.running: list[Block] = []  # and which
         t = self.tile
         by_keys = t.split != "dims"
         self.products = [
@@ -230,7 +236,7 @@ class Machine:
                 self.name = name
 
             def data_ptr(self) -> Any:
-                return machine.memory(self.name).iterator if self.name == "sums" else self.name
+                return machine.memory(self.name).iterator if self.name in ("sums", "first_tile") else self.name
 
             def get_tensor(self, layout: Any, swizzle: Any = None) -> Any:
                 return machine.memory(self.name)
@@ -264,6 +270,8 @@ class Machine:
             return Parts(32 * dv)
         if name == "sums":
             return Memory(np.full((2 * t.rows + 4) * t.stages, np.nan, np.float32))
+        if name == "first_tile":
+            return Memory(np.full(4, -1, np.int32))
         if name in ("slots", "orders"):
             size, count = {"slots": (8, 2), "orders": (4, 4 if t.apart else 2)}[name]
             return Memory(np.zeros(count * size, np.int32), (size, count), (1, size))
@@ -337,14 +345,21 @@ class Machine:
         target.memory.flat[first : first + count] = 0.0
 
     def wait_for_turn(self, turns: Memory, block: Any, part: Any, rank: Any) -> None:
-        """Blocks of threads run one after the other, in the order of their tiles, so that nobody has to wait."""
-        assert int(turns.load(2 * int(block) + int(part))) == int(rank), "an addition out of turn"
+        """Where blocks of threads run one after the other, in the order of their tiles, nobody has to wait."""
+        place = 2 * int(block) + int(part)
+        if self.at_once > 1:
+            time.sleep(_here.block.random.random() * 4e-3)
+            _here.block.until(lambda: turns.flat[place] >= int(rank), "its turn")
+        assert turns.flat[place] == int(rank), "an addition out of turn"
         _here.turn = "its own"
 
     def end_turn(self, turns: Memory, block: Any, part: Any) -> None:
         assert _here.turn == "added", "a turn ends before anything was added"
         _here.turn = ""
         turns.flat[2 * int(block) + int(part)] += 1
+        for running in list(self.running):
+            with running.changed:
+                running.changed.notify_all()
 
     def wait_stores(self, count: int, read: bool) -> None:
         while len(_here.stores) > count:
@@ -459,12 +474,14 @@ def simulate_backward(
     section: int = 2,
     blocks_of_threads: int = 2,
     seed: int = 0,
+    at_once: int = 1,
     staged: Sequence[Any] = (),
     gradients: Sequence[int] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients of q, k, v, and of the captured tensors at the places `gradients`, by a generated module's three kernels, warp by warp.
+    """Gradients of q, k, v, and of the captured tensors at the places `gradients`, by a generated module's kernels, warp by warp.
 
-    `staged`: `BackwardKernel.staged`.
+    `staged`: `BackwardKernel.staged`. `at_once`: so many blocks of threads of the main kernel run side by side, and begin in any order;
+    otherwise one after the other.
     """
 
     def rounded(x: np.ndarray) -> np.ndarray:
@@ -484,7 +501,8 @@ def simulate_backward(
         "cp_async_bulk_wait_group": machine.wait_stores,
         "barrier": lambda barrier_id, number_of_threads: _here.block.named_barrier(int(barrier_id), number_of_threads, True),
         "barrier_arrive": lambda barrier_id, number_of_threads: _here.block.named_barrier(int(barrier_id), number_of_threads, False),
-        "sync_threads": lambda: _here.block.named_barrier(0, 256, True),
+        "sync_threads": lambda: _here.block.named_barrier(0, LANES * _here.block.warps, True),
+        "elect_one": _elected,
     }
 
     def make_rmem_tensor(size: Any, kind: type[Num]) -> Fragment:
@@ -528,13 +546,14 @@ def simulate_backward(
         "same_registers": _same_registers,
         "recast_buffer": machine.rows_over,
     }
-    steps = stand_in.library_of("cute_backward_tiles", {"cute": cute}, hardware)
+    of_tiles = {name: getattr(tiles, name) for name in ("choose", "fetch", "record_of")}
+    steps = stand_in.library_of("cute_backward_tiles", {"cute": cute, **of_tiles}, hardware)
     names = {
         "cute": cute,
         "tiles": tiles,
         "steps": steps,
         "warpgroup": SimpleNamespace(wait_group=machine.wait_group),
-        "pipeline": SimpleNamespace(pipeline_init_arrive=lambda: None, pipeline_init_wait=lambda: None),
+        "pipeline": SimpleNamespace(pipeline_init_arrive=lambda: None, pipeline_init_wait=arch["sync_threads"]),
         "cpasync": SimpleNamespace(prefetch_descriptor=lambda atom: None),
         "SmemAllocator": lambda: SimpleNamespace(allocate=lambda Shared: machine.storage()),
         "Launcher": lambda *args, **_: None,
@@ -554,8 +573,17 @@ def simulate_backward(
 
     def launch(name: str, count: int, warps: int, first_group: int, *arguments: Any) -> None:
         kernel = module[f"{name}_kernel"]
-        for number in range(count):
-            _run(name, kernel, number, count, warps, first_group, seed + number, arguments)
+        machine.at_once = at_once if name == "backward" else 1
+        numbers = list(range(count))
+        if machine.at_once > 1:
+            random.Random(seed).shuffle(numbers)
+        with ThreadPoolExecutor(machine.at_once) as pool:
+            jobs = [pool.submit(_run, machine, name, kernel, n, count, warps, first_group, seed + n, arguments) for n in numbers]
+            try:
+                for job in jobs:
+                    job.result()
+            finally:
+                pool.shutdown(cancel_futures=True)
 
     def whole(x: torch.Tensor) -> Any:
         return SimpleNamespace(shape=[Int32(n) for n in x.shape], values=x)
@@ -567,11 +595,17 @@ def simulate_backward(
     if walk is not None:
         arguments += [captured_memory(x) for x in (walk.rows, walk.partial, walk.full, walk.order)]
     counter = torch.zeros(1, dtype=torch.int32)
-    if t.queue:
+    if plan.counts_tiles:
         arguments.append(captured_memory(counter))
     if plan.deterministic:
         arguments.append(captured_memory(torch.zeros(batch * heads * blocks, 2, dtype=torch.int32)))
         turns = arguments[-1]
+    if plan.has_ranks:
+        ranks = torch.full((*walk.rows.shape[:3], blocks), -1, dtype=torch.int32)
+        launch("ranks", walk.rows.shape[:2].numel() * -(-blocks // 32), 32, 0, *arguments[:4], captured_memory(ranks))
+        visits = visits_of(walk, blocks)
+        assert torch.equal(ranks, visits.cumsum(2) - visits), "how many come before"
+        arguments.append(captured_memory(ranks))
     captured = [torch.zeros(tensors[slot].shape) for slot in gradients]
     arguments += [captured_memory(x) for x in captured]
     arguments += [captured_memory(x if x.numel() else x.new_zeros((1,) * x.dim())) for x in tensors]
@@ -594,7 +628,10 @@ def simulate_backward(
         None,
     )
     if plan.deterministic:
-        assert (turns.flat == -(-kv_len // t.columns)).all(), "each block of keys has had its turn"
+        had = visits.sum(2).expand(batch, heads, blocks) if plan.has_ranks else torch.full((batch, heads, blocks), -(-kv_len // t.columns))
+        assert torch.equal(torch.from_numpy(turns.flat).view(batch, heads, blocks, 2), had[..., None].expand(-1, -1, -1, 2).int()), (
+            "each block of keys has had its turn"
+        )
     assert counter.item() == 0, "the next launch begins with a counter of 0"
     launch("convert", batch * heads * blocks, 8, 0, "store", Global(dq), dq_sums, Float32(scale), machine.products[3], _Name("dq"), None)
     if owners != kv_heads:
@@ -602,14 +639,39 @@ def simulate_backward(
     return dq, dk, dv, *captured
 
 
+def visits_of(walk: Any, blocks: int) -> torch.Tensor:
+    """Whether a block of keys visits a block of queries: int32 [B or 1, Hq or 1, blocks of keys as tiles come, blocks of queries]."""
+    visits = torch.zeros((*walk.rows.shape[:3], blocks), dtype=torch.int32)
+    for b, h, place in np.ndindex(*walk.rows.shape[:3]):
+        partial, partial_count, full, full_count = walk.rows[b, h, walk.order[place]].tolist()
+        visits[b, h, place, walk.partial[partial : partial + partial_count].long()] = 1
+        for start, stop in walk.full[full : full + full_count].tolist():
+            visits[b, h, place, start:stop] = 1
+    return visits
+
+
+@contextmanager
+def _elected() -> Iterator[None]:
+    """One lane of the warp."""
+    before = stand_in.lanes_on()
+    _here.mask = before & (np.cumsum(before) == 1)
+    try:
+        yield
+    finally:
+        _here.mask = before
+
+
 def _same_registers(fragment: Fragment, shape: tuple[int, int]) -> Fragment:
     assert len(fragment.items) == shape[0] * shape[1] // 256
     return fragment
 
 
-def _run(name: str, kernel: Any, number: int, grid: int, warps: int, first_group: int, seed: int, arguments: Sequence[Any]) -> None:
+def _run(
+    machine: Machine, name: str, kernel: Any, number: int, grid: int, warps: int, first_group: int, seed: int, arguments: Sequence[Any]
+) -> None:
     block: Any = Block(number, grid, 2, seed)
-    block.dirty, block.kernel, block.first_group = set(), name, first_group
+    block.dirty, block.kernel, block.first_group, block.warps = set(), name, first_group, warps
+    machine.running.append(block)
 
     def run_warp(warp: int) -> None:
         _here.block, _here.warp, _here.products, _here.stores, _here.turn = block, warp, [], [], ""
@@ -620,10 +682,11 @@ def _run(name: str, kernel: Any, number: int, grid: int, warps: int, first_group
             assert not _here.stores, "shared memory is gone before it was stored"
             assert not _here.turn, "a turn that never ends"
         except BaseException as error:
-            with block.changed:
-                if block.failure is None or isinstance(block.failure, Stuck):
-                    block.failure = error
-                block.changed.notify_all()
+            for running in list(machine.running):  # those that run beside it need not wait any longer
+                with running.changed:
+                    if running.failure is None or isinstance(running.failure, Stuck):
+                        running.failure = error
+                    running.changed.notify_all()
 
     engine = threading.Thread(target=block.copy_engine, daemon=True)
     threads = [threading.Thread(target=run_warp, args=(w,), daemon=True) for w in range(warps)]
@@ -635,5 +698,6 @@ def _run(name: str, kernel: Any, number: int, grid: int, warps: int, first_group
         block.is_over = True
         block.changed.notify_all()
     engine.join()
+    machine.running.remove(block)
     if block.failure is not None:
         raise block.failure

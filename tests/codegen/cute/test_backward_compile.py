@@ -108,12 +108,24 @@ def test_gradients_of_captured_tensors_are_clean(tmp_path, name, head_dim, spill
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim, tile", [(64, None), (128, None), (128, BackwardTile(64, 128, queue=True)), (256, None)])
-def test_deterministic_kernels_are_clean(tmp_path, head_dim, tile):
+@pytest.mark.parametrize(
+    "name, head_dim, tile, group",
+    [
+        ("plain", 64, None, 1),
+        ("plain", 128, None, 1),
+        ("plain", 128, BackwardTile(64, 128, queue=True), 1),
+        ("plain", 256, None, 1),
+        ("causal", 128, None, 1),
+        ("documents", 128, None, 4),
+        ("causal", 64, None, 1),
+        ("window", 256, None, 1),
+    ],
+)
+def test_deterministic_kernels_are_clean(tmp_path, name, head_dim, tile, group):
     """The next turn begins when what was added is there, not when it has been read."""
-    kernels = compiled(tmp_path, "plain", head_dim, head_dim, tile, deterministic=True)
+    kernels = compiled(tmp_path, name, head_dim, head_dim, tile, group=group, deterministic=True)
     text = kernels["backward_kernel"].ptx
-    assert_clean(kernels, 24)
+    assert_clean(kernels, 24 if name == "plain" else 0)
     assert "ld.acquire.gpu" in text
     assert re.search(r"cp\.async\.bulk\.wait_group\s+0;\s+.*?atom\.global\.release\.add", text, re.DOTALL)
 

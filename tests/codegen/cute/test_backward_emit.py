@@ -135,7 +135,7 @@ def test_uneven_tiles_of_a_group_are_of_one_query_head(tmp_path):
     values = dict(zip([a.name for a in arguments["backward_kernel"]], passed["backward_kernel"], strict=True))
     assert values["dk"].shape == values["dv"].shape == (2, 4, 60, 128) and dk.shape == dv.shape == (2, 2, 60, 128)
     together = dataclasses.replace(plan, by_head=False)
-    extra = backward_workspace_bytes(plan, 2 * 4, 50, 60) - backward_workspace_bytes(together, 2 * 4, 50, 60)
+    extra = backward_workspace_bytes(plan, 2 * 4, 50, 60, 1) - backward_workspace_bytes(together, 2 * 4, 50, 60, 1)
     assert extra == 2 * (values["dk"].numel() + values["dv"].numel())
     assert not planned(lowered(None, None), group=2).by_head and not planned(lowered(None, causal)).by_head
 
@@ -192,8 +192,6 @@ def test_what_the_kernels_lack_is_refused():
         planned(lowered(pairs, None))
     with pytest.raises(UnsupportedError, match=r"gradients of slopes in .* several derivatives depend on the score, each in its own way"):
         planned(lowered(two, None))
-    with pytest.raises(UnsupportedError, match="deterministic=True with a mask: blocks of keys wait for each other in the backward kernel"):
-        planned(lowered(None, causal), deterministic=True)
     with pytest.raises(UnsupportedError, match=r"deterministic=True with gradients of captured tensors \(slopes\)"):
         planned(lowered(lambda score, batch, head, q_idx, kv_idx: score + slopes[head], None), deterministic=True)
     with pytest.raises(UnsupportedError, match="deterministic=True with the tile 64x64 by dims, 2 stages, direct"):
@@ -230,8 +228,7 @@ def test_the_backend_of_the_backward_pass_is_said():
     assert backward_of(CUTE, lowered(alibi, causal), SHAPES, HOPPER, Options()) == (CUTE_BACKWARD, "")
     assert backward_of(CUTE, lowered(learned, causal), SHAPES, HOPPER, Options()) == (CUTE_BACKWARD, "")
     assert backward_of(CUTE, lowered(alibi, None), SHAPES, HOPPER, Options(deterministic=True)) == (CUTE_BACKWARD, "")
-    found, why = backward_of(CUTE, lowered(None, causal), SHAPES, HOPPER, Options(deterministic=True))
-    assert found is TRITON and "deterministic=True with a mask: blocks of keys wait for each other" in why
+    assert backward_of(CUTE, lowered(alibi, causal), SHAPES, HOPPER, Options(deterministic=True)) == (CUTE_BACKWARD, "")
     found, why = backward_of(CUTE, lowered(learned, None), SHAPES, HOPPER, Options(deterministic=True))
     assert found is TRITON and "deterministic=True with gradients of captured tensors (slopes)" in why
     found, why = backward_of(CUTE, lowered(by_query, causal), SHAPES, HOPPER, Options())
@@ -269,7 +266,7 @@ def test_holes_and_fields_are_the_same_set():
     of_forward = {"along", "mask_along", "diagonals", "shared_along"}
     read = {f.name for f in dataclasses.fields(BackwardKernel)} - of_forward | {"stages_scores", "staged_for_mask"}
     assert set(re.findall(r"\bkernel\.(?!py)(\w+)", source)) == read
-    assert set(re.findall(r"\bplan\.(\w+)", source)) <= {f.name for f in dataclasses.fields(BackwardPlan)}
+    assert set(re.findall(r"\bplan\.(\w+)", source)) <= {f.name for f in dataclasses.fields(BackwardPlan)} | {"has_ranks", "counts_tiles"}
     assert set(re.findall(r"\bt\.(\w+)", source)) == {f.name for f in dataclasses.fields(BackwardTile)} | {"flips_dq"}
     assert not re.search(r"cute\.math\.|tanh|reciprocal|floor_quotient", text), "what an op is called is said in rows.py only"
 
@@ -279,6 +276,26 @@ def test_a_block_of_keys_adds_when_those_before_it_have(tile):
     text = text_of(None, None, deterministic=True, tile=tile)
     assert "position = key_block\n" in text and text.count("rank = position\n") == 2, "of ragged keys and of whole blocks"
     assert "turns" not in text_of(None, None, tile=tile)
+    text = text_of(None, window, deterministic=True, tile=tile)
+    assert "ranks_kernel" in text and "rank = steps.rank_of(ranks, batch, head, position, block)\n" in text
+    assert "ranks" not in text_of(None, None, deterministic=True, tile=tile) and "ranks" not in text_of(None, window, tile=tile)
+
+
+@pytest.mark.parametrize("tile", [None, BackwardTile(64, 128)])
+def test_in_turn_queries_are_visited_from_the_last_one(tile):
+    """Partial blocks around full ones: a window's tiles would wait for the end of the one before, with all partial ones first."""
+    text = function(text_of(None, window, deterministic=True, tile=tile), "backward_kernel")
+    of_partial, of_full, _ = text.split("load_q, q_tiles[None, block]")
+    assert "block = map_partial[stop - 1 - i]" in of_partial and "block = end - 1 - place" in of_full
+
+
+@pytest.mark.parametrize("tile", [None, BackwardTile(64, 128)])
+def test_a_tile_with_ranks_is_from_the_counter(tile):
+    """A tile waits for those before it, so they must have begun: neither the first one nor the next one may be told by a number."""
+    text = function(text_of(None, causal, deterministic=True, tile=tile), "backward_kernel")
+    assert "block_idx" not in text and text.index("steps.take_first_tile(counter") < text.index("steps.first_tile(")
+    if tile is None:
+        assert text.index("tiles.fetch(counter, 0, fetches)") > text.rindex("douts.producer_acquire"), "not while its tile is loaded"
 
 
 def test_turns_begin_with_none(tmp_path):
@@ -286,11 +303,26 @@ def test_turns_begin_with_none(tmp_path):
     assert learned == ()
     values = dict(zip([a.name for a in arguments["backward_kernel"]], passed["backward_kernel"], strict=True))
     assert values["turns"].shape == (8, 2) and not values["turns"].any()
-    ordered, plain = (backward_workspace_bytes(planned(lowered(None, None), deterministic=given), 8, 50, 60) for given in (True, False))
+    plans = (planned(lowered(None, None), deterministic=given) for given in (True, False))
+    ordered, plain = (backward_workspace_bytes(plan, 8, 50, 60, 1) for plan in plans)
     assert ordered - plain == 4 * values["turns"].numel()
 
 
-def called(tmp_path, name, head_dim=64, head_dim_v=64, dlse=None, tensors=(), plan=None, **changes):
+def test_ranks_are_worked_out_for_each_head_of_the_map(tmp_path):
+    walk = SimpleNamespace(**{**vars(WALK), "rows": torch.zeros(2, 1, 3, 4, dtype=torch.int32)})
+    _, passed, arguments, _ = called(tmp_path, "causal", deterministic=True, head_dim=128, head_dim_v=128, walk=walk)
+    assert {name: len(values) for name, values in passed.items()} == {name: len(values) for name, values in arguments.items()}
+    values = dict(zip([a.name for a in arguments["backward_kernel"]], passed["backward_kernel"], strict=True))
+    assert values["ranks"] is passed["ranks_kernel"][4] and values["ranks"].shape == (2, 1, 3, 1)
+    assert values["counter"].tolist() == [0] and values["turns"].shape == (8, 2)
+    plans = [planned(lowered(None, causal), deterministic=given) for given in (True, False)]
+    ordered, plain = (backward_workspace_bytes(plan, 8, 50, 300, 2) for plan in plans)
+    assert ordered - plain == 4 * (values["turns"].numel() + values["ranks"].numel())
+    shapes = Shapes(2, 4, 4, 50, 300, 128, 128, torch.bfloat16)
+    assert CUTE_BACKWARD.workspace_bytes(plans[0], shapes, 2) == ordered
+
+
+def called(tmp_path, name, head_dim=64, head_dim_v=64, dlse=None, tensors=(), plan=None, walk=WALK, **changes):
     pytest.importorskip("cutlass", reason="needs the package nvidia-cutlass-dsl")
     graph = lowered(*VARIANTS[name])
     plan = plan or planned(graph, head_dim=head_dim, head_dim_v=head_dim_v, **changes)
@@ -298,12 +330,12 @@ def called(tmp_path, name, head_dim=64, head_dim_v=64, dlse=None, tensors=(), pl
     module = load_module(emit_backward(graph, plan, HOPPER), tmp_path / "kernel.py")
     passed: dict[str, tuple] = {}
     arguments = {name: launcher.arguments for name, launcher in module.LAUNCHERS.items()}
-    for launcher, kernel in (("ROW_SUMS", "row_sums_kernel"), ("BACKWARD", "backward_kernel"), ("CONVERT", "convert_kernel")):
-        setattr(module, launcher, lambda *values, kernel=kernel: passed.update({kernel: values}))
+    for kernel in arguments:
+        setattr(module, kernel.removesuffix("_kernel").upper(), lambda *values, kernel=kernel: passed.update({kernel: values}))
     q, out, dout = (torch.randn(2, 4, 50, d).bfloat16() for d in (head_dim, head_dim_v, head_dim_v))
     k, v = (torch.randn(2, kv_heads, 60, d).bfloat16() for d in (head_dim, head_dim_v))
     lse = torch.zeros(2, 4, 50)
-    result = module.backward(q, k, v, out, lse, dout, dlse, 0.5, tensors, (), WALK if plan.walk == "runs" else None)
+    result = module.backward(q, k, v, out, lse, dout, dlse, 0.5, tensors, (), walk if plan.walk == "runs" else None)
     return result, passed, arguments, (q, k, v, lse)
 
 
@@ -357,10 +389,10 @@ def test_the_workspace_is_what_the_host_allocates(tmp_path):
     _, passed, *_ = called(tmp_path, "causal", head_dim=65, head_dim_v=3)
     plan = planned(lowered(None, causal), head_dim=65, head_dim_v=3)
     numbers = passed["convert_kernel"][0].numel() + passed["row_sums_kernel"][5].numel()
-    assert backward_workspace_bytes(plan, 2 * 4, 50, 60) == 4 * numbers
+    assert backward_workspace_bytes(plan, 2 * 4, 50, 60, 1) == 4 * numbers
     shapes = Shapes(2, 4, 4, 50, 60, 65, 3, torch.bfloat16)
-    assert CUTE_BACKWARD.workspace_bytes(plan, shapes) == 4 * numbers
-    assert TRITON.workspace_bytes(None, shapes) == 2 * 4 * 50 * 8
+    assert CUTE_BACKWARD.workspace_bytes(plan, shapes, 1) == 4 * numbers
+    assert TRITON.workspace_bytes(None, shapes, 1) == 2 * 4 * 50 * 8
 
 
 @pytest.mark.parametrize("dout", [torch.randn(1).expand(1, 2, 50, 64), torch.randn(1 + 2 * 50 * 64)[1:].view(1, 2, 50, 64)])

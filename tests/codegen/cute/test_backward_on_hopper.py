@@ -129,7 +129,9 @@ REPEATED = {
     "every block": (0, 0, (128, 128)),
     "every block, 128 queries a step": (1, 0, (64, 64)),
     "every block, by dims": (2, 0, (256, 256)),
-    "a window, which is triton's": (1, 2, (128, 128)),
+    "a window": (1, 2, (128, 128)),
+    "documents, a block of threads for each tile": (0, 4, (64, 64)),
+    "partial and full blocks by turns, by dims": (0, 5, (256, 256)),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ from flexc.codegen.cute.backward_terms import gradient_slots
 from flexc.pipeline import MaskAlone
 from flexc.reference import eager
 from tests.accuracy import assert_as_accurate_as_eager
-from tests.codegen.cute import simulated, simulated_backward
+from tests.codegen.cute import simulated, simulated_backward, stand_in
 from tests.codegen.cute.simulated import Stuck
 from tests.codegen.cute.simulated_backward import simulate_backward
 from tests.codegen.cute.texts import HOPPER, VARIANTS, causal, lowered, window
@@ -115,6 +116,7 @@ def test_kernels_compute_the_gradients_of_their_variant(name):
 
 QUEUE, APART = BackwardTile(64, 128, queue=True), BackwardTile(64, 128, queue=True, apart=True)
 ROWS_80, ROWS_80_SMALL = BackwardTile(80, 128), BackwardTile(80, 128, stages=1)
+IN_TURN = {"head_dim": 128, "deterministic": True, "blocks_of_threads": 3, "at_once": 3}
 CASES = {
     "grouped heads, a short head": ("causal", {"batch": 2, "heads": 4, "kv_heads": 2, "kv_len": 100, "with_lse": True}),
     "head dimension 64": ("alibi", {"heads": 1, "q_len": 300, "kv_len": 140}),
@@ -171,6 +173,14 @@ CASES = {
     ),
     "in turn, grouped": ("plain", {"head_dim": 64, "heads": 4, "kv_heads": 2, "q_len": 200, "kv_len": 300, "deterministic": True}),
     "in turn, by dims": ("plain", {"head_dim": 192, "q_len": 130, "kv_len": 200, "deterministic": True}),
+    "in turn, a mask": ("causal", {"q_len": 250, "kv_len": 280, **IN_TURN, "with_lse": True}),
+    "in turn, a mask, grouped": ("window", {"batch": 2, "q_len": 300, "kv_len": 260, **IN_TURN}),
+    "in turn, keys without queries": ("hole", {"q_len": 230, "kv_len": 600, **IN_TURN}),
+    "in turn, values staged, a block for each tile": (
+        "documents",
+        {"heads": 4, "kv_heads": 2, "q_len": 200, "kv_len": 280, **IN_TURN, "head_dim": 64},
+    ),
+    "in turn, a mask, by dims": ("prefix", {"q_len": 130, "kv_len": 270, **IN_TURN, "head_dim": 192}),
     "one key": ("causal", {"q_len": 64, "kv_len": 1}),
     "ragged, dense": ("plain", {"q_len": 70, "kv_len": 300, "with_lse": True}),
     "float16": ("softcap", {"dtype": torch.float16, "head_dim": 128}),
@@ -181,6 +191,52 @@ CASES = {
 def test_kernels_in_every_shape(case):
     name, given = CASES[case]
     check(VARIANTS[name], **given)
+
+
+TURNS = {
+    "ragged": ("causal", {"heads": 1, "q_len": 300, "kv_len": 330}),
+    "grouped, window": ("window", {"q_len": 200, "kv_len": 260}),
+    "documents": ("documents", {"heads": 1, "q_len": 260, "kv_len": 260}),
+    "a block for each tile": ("hole", {"heads": 1, "q_len": 300, "kv_len": 400, "head_dim": 64}),
+}
+
+
+@pytest.mark.parametrize("case", TURNS)
+def test_in_turn_the_same_bits_come_whichever_block_of_threads_is_faster(case, monkeypatch):
+    name, given = TURNS[case]
+    given = {**IN_TURN, **given}
+    slept, turn = [], simulated_backward.Machine.wait_for_turn
+
+    def tired(machine, *values) -> None:
+        """Another block of threads falls behind in each run."""
+        if simulated_backward._here.block.number == len(slept):
+            time.sleep(2e-2)
+        turn(machine, *values)
+
+    monkeypatch.setattr(simulated_backward.Machine, "wait_for_turn", tired)
+    first, *others = [(slept.append(0), run(VARIANTS[name], **given)[0])[1] for _ in range(3)]
+    for found in others:
+        assert all(torch.equal(x, y) for x, y in zip(first, found, strict=True))
+
+
+STEPS = stand_in.library_of("cute_backward_tiles", vars(stand_in.tile_library()), {})
+
+
+@pytest.mark.parametrize("full, found", [([(3, 5)], 2), ([(8, 9)], 1), ([(0, 1)], 4), ([(0, 1), (3, 6)], 2), ([(11, 12)], 0), ([], 4)])
+def test_partial_blocks_behind_the_last_full_one(full, found):
+    """Where none is full, all are."""
+    partial, runs = (stand_in.captured_memory(torch.tensor(x, dtype=torch.int32)) for x in ([7, 1, 2, 7, 10, 0], [(3, 3), *full]))
+    first, count, run, runs_count = (stand_in.Int32(x) for x in (1, 4, 1, len(full)))
+    assert int(STEPS.blocks_behind(partial, first, count, runs, run, runs_count)) == found
+
+
+@pytest.mark.parametrize("count", [1, 16, 37])
+def test_sums_before_each_of_many(count):
+    numbers = torch.randint(0, 2, (count, 40), generator=torch.Generator().manual_seed(count), dtype=torch.int32)
+    memory, lanes = stand_in.captured_memory(numbers.clone()), stand_in.Int32(np.arange(32))
+    STEPS.sums_before(memory.iterator + lanes, stand_in.Int32(count), stand_in.Int32(40), lanes < 30)
+    sums = torch.from_numpy(memory.flat).view(count, 40)
+    assert torch.equal(sums[:, :30], (numbers.cumsum(0) - numbers)[:, :30]) and torch.equal(sums[:, 30:], numbers[:, 30:])
 
 
 # --- gradients of captured tensors ------------------------------------------------------------------------------------------------------
@@ -273,6 +329,19 @@ def test_a_missing_arrival_is_a_deadlock(change, monkeypatch):
     monkeypatch.setattr(simulated, "PATIENCE", 2.0)
     with pytest.raises((Stuck, AssertionError), match="waits for|arrivals"):
         run(VARIANTS["causal"], change=change, heads=2, head_dim=128, q_len=400, kv_len=200, blocks_of_threads=1)
+
+
+def test_a_tile_that_has_not_begun_is_waited_for_in_vain(monkeypatch):
+    """Blocks of threads begin in any order, here that of the first tile not among the first two: so they take their tiles themselves."""
+    monkeypatch.setattr(simulated, "PATIENCE", 2.0)
+
+    def by_number(text: str) -> str:
+        return re.sub(r"tile = steps\.first_tile\(.*", "tile, _, _ = cute.arch.block_idx()", text)
+
+    given = {**IN_TURN, "head_dim": 64, "at_once": 2, "heads": 1, "q_len": 500, "kv_len": 500, "seed": 2}
+    run(VARIANTS["causal"], **given)
+    with pytest.raises(Stuck, match="waits for"):
+        run(VARIANTS["causal"], change=by_number, **given)
 
 
 @pytest.mark.parametrize("line", ["steps.wait_for_turn(", "steps.end_turn("])
