@@ -45,6 +45,11 @@ class BackwardKernel(Kernel):
         lines = len(self.element) + (len(self.contributions.element) if self.contributions else 0)
         return not self.factor and not self.loads_elements and lines <= 2
 
+    @property
+    def sums(self) -> int:
+        """Registers of a thread that hold sums for captured tensors."""
+        return sum(2 if term.by_key else 1 for term in self.contributions.terms) if self.contributions else 0
+
 
 def print_backward(graph: Graph, *, approximate: bool, exact: bool) -> BackwardKernel:
     """The statements of a graph that is differentiated and lowered to base 2.

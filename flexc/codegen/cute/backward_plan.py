@@ -140,6 +140,7 @@ def backward_candidates(
     """Tiles that fit the target and what the kernel prints, best guess first."""
     listed = _TILES.get((padded_dim, padded_dim_v), (_WIDE, _WIDE))[int(has_mask)]
     fitting = [tile for tile in listed if (kernel.is_light or not tile.flips_dq) and not (deterministic and tile.direct)]
+    fitting = [tile for tile in fitting if kernel.sums <= 1 or not tile.apart]  # ptxas spills 128 bytes instead of 32
     return [tile for tile in fitting if backward_smem_bytes(tile, padded_dim, padded_dim_v, kernel.column_bytes) <= target.smem_bytes]
 
 

@@ -21,7 +21,7 @@ CONFIGURATIONS = {
     ("window", 128, 128): 0,
     ("documents", 128, 128): 0,
     ("alibi", 128, 128): 0,
-    ("softcap", 128, 128): 24,
+    ("softcap", 128, 128): 48,
     ("plain", 64, 64): 0,
     ("causal", 64, 64): 0,
     ("causal", 192, 128): 0,
