@@ -101,11 +101,11 @@ def load_pipeline(barriers, stages, stage_bytes, consumer_warps, sharers=1):
     )
 
 
-def queue_pipeline(barriers, consumer_warps):
-    """Barriers of the two slots through which the loading warp tells the others which tile comes next."""
+def queue_pipeline(barriers, consumer_warps, slots=2):
+    """Barriers of the slots through which one warp tells the others which tile comes next."""
     return pipeline.PipelineAsync.create(
         barrier_storage=barriers,
-        num_stages=2,
+        num_stages=slots,
         producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
         consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, consumer_warps),
         defer_sync=True,
@@ -268,6 +268,46 @@ def _columns_below(limit):
     """How many of the thread's columns."""
     inside = cutlass.min(cutlass.max(limit, Int32(0)), Int32(128))
     return 2 * (inside >> 3) + cutlass.min(inside & 7, Int32(2))
+
+
+@cute.jit
+def keep_matching(words, word: cutlass.Constexpr, columns, rows):
+    """Clear the bits of a word's columns whose value differs from that of the row; `columns`: of those four that the lane looks at.
+
+    Of 128 columns these are 8 * (lane // 2) + lane % 2 + 2 * part, so that vote `part` is the word of the lanes with that rest by 4. Each
+    round of votes is about the smallest value of the warp's rows that has not had its turn.
+    """
+    most = Int32(2**31 - 1)
+    upper, lower = rows[0], rows[1]
+    waits_upper, waits_lower = Boolean(True), Boolean(True)
+    seen_upper, seen_lower = Int32(0), Int32(0)
+    is_left = Boolean(True)
+    while is_left:
+        least = cutlass.min(choose(waits_upper, upper, most), choose(waits_lower, lower, most))
+        value = cute.arch.warp_redux_sync(least, "min")
+        seen = _own_vote([columns[4 * word + part] == value for part in range(4)])
+        seen_upper = choose(upper == value, seen, seen_upper)
+        seen_lower = choose(lower == value, seen, seen_lower)
+        waits_upper = waits_upper & (upper != value)
+        waits_lower = waits_lower & (lower != value)
+        is_left = cute.arch.vote_any_sync(waits_upper | waits_lower)
+    words[2 * word] = words[2 * word] & seen_upper
+    words[2 * word + 1] = words[2 * word + 1] & seen_lower
+
+
+@cute.jit
+def keep_voted(words, word: cutlass.Constexpr, columns):
+    """Clear the bits of a word's columns for which `columns` of the lane that looks at them is false; see `keep_matching`."""
+    seen = _own_vote([columns[4 * word + part] != 0 for part in range(4)])
+    words[2 * word] = words[2 * word] & seen
+    words[2 * word + 1] = words[2 * word + 1] & seen
+
+
+def _own_vote(conditions):
+    """A bit of each lane: of the vote that is about this lane's columns."""
+    votes = [cute.arch.vote_ballot_sync(condition) for condition in conditions]
+    quad = cute.arch.lane_idx() % 4
+    return choose(quad < 2, choose(quad == 0, votes[0], votes[1]), choose(quad == 2, votes[2], votes[3]))
 
 
 @cute.jit

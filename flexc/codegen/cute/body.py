@@ -19,6 +19,7 @@ from typing import Protocol
 
 from flexc.codegen.cute.rows import CUTE_DTYPES, spell
 from flexc.codegen.levels import COLUMN, ELEMENT, ROW, TILE, captured, level_of, rate_levels
+from flexc.errors import InternalError
 from flexc.ir import ops
 from flexc.ir.affine import affine_form
 from flexc.ir.graph import BOOL, FLOAT32, INT32, INT64, Graph, Node, const, const_value, input_node, is_const, topological
@@ -31,6 +32,7 @@ LEVELS = (TILE, ROW, BLOCK, BLOCK_ROW, COLUMN, ELEMENT)
 _KEY = input_node("kv_idx")
 _LIMIT = 2.0**30
 _FLIPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
+_SIDE = {"lt": "stop", "le": "stop", "gt": "first", "ge": "first"}
 _SIGN = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 
 
@@ -345,11 +347,16 @@ class Body:
         self.lines[place].append(f"{name} = Int32(offset) {_SIGN[op]} {name}_left{half}")
         return name
 
-    def row_limit(self, node: Node) -> tuple[str, str] | None:
-        """(op, limit) of a comparison `kv_idx op limit` with a limit of the row or the tile, which this prints; None for other nodes."""
+    def limited_side(self, node: Node) -> str | None:
+        """The side of the columns that `kv_idx op limit` bounds, "stop" or "first", if the limit is the row's or the tile's; else None."""
         limit = self._limit(node)
-        if limit is None or limit[0] not in ("lt", "le", "gt", "ge"):
-            return None
+        return _SIDE.get(limit[0]) if limit is not None else None
+
+    def row_limit(self, node: Node) -> tuple[str, str]:
+        """(op, limit) of such a comparison; prints the limit."""
+        limit = self._limit(node)
+        if limit is None:
+            raise InternalError(f"{node} bounds no columns")
         self.add(limit[1])
         return limit[0], self._bounded(limit[1], node)
 

@@ -23,7 +23,14 @@ def emit(graph: Graph, plan: Plan, target: Target, *, title: str = "") -> str:
         target: for the number of its SMs and the size of its L2 cache.
         title: what the user calls the variant.
     """
-    kernel = print_kernel(graph, approximate=plan.approximate, exact=plan.exact, shifts=plan.shift is None, diagonals=True)
+    kernel = print_kernel(
+        graph,
+        approximate=plan.approximate,
+        exact=plan.exact,
+        shifts=plan.shift is None,
+        diagonals=True,
+        votes=plan.forward.votes,
+    )
     tensors = [(captured(graph, t.name), t.dtype, t.rank, loaded_dtype(t.dtype)) for t in graph.tensors]
     scalars = [(captured(graph, s.name), CUTE_DTYPES[s.dtype]) for s in graph.scalars]
     text = render(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from flexc.codegen.cute.body import BLOCK, BLOCK_ROW, Body, literal
 from flexc.codegen.cute.diagonals import Along
+from flexc.codegen.cute.matches import Columns, Match
 from flexc.codegen.levels import COLUMN, ELEMENT, ROW, TILE, position_bounds
 from flexc.errors import InternalError
 from flexc.ir.graph import BOOL, FLOAT32, INT32, INT64, Graph, Node, is_const
@@ -42,6 +44,8 @@ class Kernel:
         tile, row: before the blocks; block, block_row, column, element: of the score in each block; mask_…: of the mask in partial blocks.
         quick, mask_quick: those column statements that need no memory; the others' results are in `staged`.
         along, mask_along: of a diagonal of a block; their results are in `diagonals`.
+        matches: conditions of the mask that a warp decides by vote; match_column: the statements for a column, shared_match: what these
+            take from outside.
         rows: register tensors of row values, (name, type).
         bases: register tensors that a block fills, (name, type).
         shared, shared_along: what a block's statements take from outside, and those of a diagonal.
@@ -71,6 +75,9 @@ class Kernel:
     mask_along: list[str] = field(default_factory=list)
     staged: list[Staged] = field(default_factory=list)
     diagonals: list[Staged] = field(default_factory=list)
+    matches: list[Match] = field(default_factory=list)
+    match_column: list[str] = field(default_factory=list)
+    shared_match: list[str] = field(default_factory=list)
     rows: list[tuple[str, str]] = field(default_factory=list)
     bases: list[tuple[str, str]] = field(default_factory=list)
     shared: list[str] = field(default_factory=list)
@@ -127,6 +134,7 @@ def print_kernel(
     shifts: bool = True,
     derivative: bool = False,
     diagonals: bool = False,
+    votes: bool = False,
     body: Body | None = None,
 ) -> Kernel:
     """The statements of a graph that is lowered to base 2 (outputs logit2, outer and perhaps mask).
@@ -136,6 +144,7 @@ def print_kernel(
         shifts: a part of the score that a row's elements of a block share may be left to the softmax, see `Body.peel`.
         derivative: print the output dscore, too.
         diagonals: values of diagonals are worked out once for each.
+        votes: conditions that a warp can decide by vote go into `matches`.
         body: prints the statements, and more of the graph afterwards.
     """
     known = position_bounds(graph, MAX_TOKENS)
@@ -169,6 +178,9 @@ def print_kernel(
     if mask is not None:
         before = dict(body.exported)
         others = _split_interval(body, kernel, mask)
+        if votes:
+            columns = Columns(graph, known, approximate, exact)
+            others = _split_matches(columns, body, kernel, others)
         for node in others:
             body.add(node)
         kernel.allowed = " & ".join(f"Boolean({literal(n)})" if n.op == "const" else body.at(n, ELEMENT) for n in others)
@@ -213,18 +225,42 @@ def _take_diagonals(along: Along | None, kernel: Kernel, lines: list[str], maske
 
 
 def _split_interval(body: Body, kernel: Kernel, mask: Node) -> list[Node]:
-    """The conditions that all must hold, without those that bound the columns of a row from one side, which go into the kernel's limits."""
+    """The conditions that all must hold, without those that bound the columns of a row from one side, which go into the kernel's limits.
+
+    Of several such bounds from the same side, any one of which is enough, the furthest is the limit.
+    """
     if mask.op == "and" and mask.dtype == BOOL:
         return [node for part in mask.args for node in _split_interval(body, kernel, part)]
-    limit = body.row_limit(mask)
-    if limit is None:
+    parts = _alternatives(mask)
+    sides = {body.limited_side(part) for part in parts}
+    if sides not in ({"stop"}, {"first"}):
         return [mask]
-    op, name = limit
-    if op in ("lt", "le"):
-        kernel.stop.append(f"{name} - key{' + 1' if op == 'le' else ''}")
-    else:
-        kernel.first.append(f"{name} - key{' + 1' if op == 'gt' else ''}")
+    limits = []
+    for part in parts:
+        op, name = body.row_limit(part)
+        limits.append(f"{name} - key{' + 1' if op in ('le', 'gt') else ''}")
+    furthest = "max" if sides == {"stop"} else "min"
+    limit = functools.reduce(lambda one, other: f"cutlass.{furthest}({one}, {other})", limits)
+    (kernel.stop if sides == {"stop"} else kernel.first).append(limit)
     return []
+
+
+def _split_matches(columns: Columns, body: Body, kernel: Kernel, conditions: list[Node]) -> list[Node]:
+    """The conditions without those that a warp decides by vote, which go into the kernel."""
+    found = [(node, columns.match(node, body)) for node in conditions]
+    lines = columns.take()
+    kernel.tile = kernel.tile + lines[TILE]
+    kernel.match_column = lines[COLUMN]
+    kernel.matches = [match for _, match in found if match is not None]
+    kernel.shared_match = list(columns.shared)
+    return [node for node, match in found if match is None]
+
+
+def _alternatives(mask: Node) -> list[Node]:
+    """The conditions one of which must hold."""
+    if mask.op == "or" and mask.dtype == BOOL:
+        return [node for part in mask.args for node in _alternatives(part)]
+    return [mask]
 
 
 def _staged(name: str, dtype: str, masked: bool) -> Staged:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flexc.codegen.cute.kernel import MAX_TOKENS, print_kernel
+from flexc.codegen.cute.kernel import MAX_TOKENS, Kernel, print_kernel
 from flexc.codegen.plans import Listed
 from flexc.errors import UnsupportedError
 from flexc.ir.bounds import bounds
@@ -42,6 +42,10 @@ class Tile:
             SM, tiles in fixed strides: no start-up between tiles, for tiles of equal work. "dynamic": one block for each SM, tiles from a
             counter, longest first; what is next is known before it begins.
         cluster: blocks of threads that work on tiles of the same keys side by side; each loads its part of keys and values for all.
+        votes: which columns rows see in a masked block is worked out under its products, and where captured values of keys are compared
+            with those of queries, or are truth values, by votes of a warp.
+        eager: the next tile's first product starts before this one's output is stored: its queries and first keys come early, and a warp of
+            its own finds out which tile it is. For "static" without a mask and "dynamic" with one, and an output with memory of its own.
     """
 
     rows: int
@@ -50,10 +54,13 @@ class Tile:
     turns: bool = True
     scheduler: str = "grid"
     cluster: int = 1
+    votes: bool = False
+    eager: bool = False
 
     def __str__(self) -> str:
         turns, cluster = ", turns" if self.turns else "", f", clusters of {self.cluster}" if self.cluster > 1 else ""
-        return f"{self.rows}x{self.columns}, {self.stages} stages{turns}, {self.scheduler}{cluster}"
+        votes, eager = ", votes" if self.votes else "", ", eager" if self.eager else ""
+        return f"{self.rows}x{self.columns}, {self.stages} stages{turns}, {self.scheduler}{cluster}{votes}{eager}"
 
     @property
     def groups(self) -> int:
@@ -145,7 +152,7 @@ _Sizes = tuple[tuple[int, int], ...]
 _TILES: dict[tuple[int, int], tuple[_Sizes, _Sizes, _Sizes]] = {
     (64, 64): (((192, 128), (128, 192), (128, 128)), ((192, 128), (128, 128), (128, 64)), ((128, 128), (192, 112), (128, 64))),
     (96, 96): (((128, 192), (128, 128)), ((128, 128), (128, 160)), ((128, 128), (128, 64))),
-    (128, 128): (((128, 176), (128, 160), (128, 128)), ((128, 128), (128, 160), (128, 64)), ((128, 128), (128, 144), (128, 64))),
+    (128, 128): (((128, 160), (128, 176), (128, 128)), ((128, 128), (128, 160), (128, 64)), ((128, 128), (128, 144), (128, 64))),
     (192, 128): (((128, 128), (128, 64)), ((128, 128), (128, 64)), ((128, 128), (128, 64))),
     (192, 192): (((128, 112), (128, 96)), ((128, 96), (128, 64)), ((128, 96), (128, 64))),
     (256, 256): (((128, 80), (128, 64)), ((128, 64),), ((128, 64),)),
@@ -156,6 +163,7 @@ _WIDE = {(128, 128): (((128, 160), (128, 128)), ((128, 160), (128, 144), (128, 1
 _ONE_BY_ONE = ((128, 64), (128, 32))  # an element's own load holds registers until it arrives; past _WIDEST_WITH_TURNS, the other way round
 _LAST_RESORT = ((128, 128), (128, 96), (128, 64), (128, 32))
 _MOST_FRAGMENTS = 180  # registers of a thread for scores, weights and output; what is left of 240 is for all else
+_MOST_FRAGMENTS_OF_EAGER = 160  # the same where elements take statements and scores of the next tile are on their way
 _MOST_COLUMNS_BY_DIAGONAL = 128
 _MOST_STATEMENTS = 4  # of an element, in the 160 registers of a thread of three warpgroups
 _WIDEST_WITH_TURNS = 128  # beyond, products are long enough to hide a softmax by themselves
@@ -174,14 +182,15 @@ def reads_pairs(graph: Graph, diagonals: bool = True) -> bool:
 
 def candidates(graph: Graph, target: Target, padded_dim: int, padded_dim_v: int, group: int = 1) -> list[Tile]:
     """Tiles worth timing, best guess first, for `group` query heads of a key/value head. All fit the target's shared memory."""
-    kernel = print_kernel(graph, approximate=False, exact=False, diagonals=True)
     has_mask = graph.mask is not None
+    kernel = print_kernel(graph, approximate=False, exact=False, diagonals=True, votes=has_mask)
+    without_votes = print_kernel(graph, approximate=False, exact=False, diagonals=True) if kernel.matches else kernel
     if kernel.loads_elements:
         sizes = _ONE_BY_ONE if max(padded_dim, padded_dim_v) <= _WIDEST_WITH_TURNS else _ONE_BY_ONE[::-1]
     else:
         listed = _TILES.get((padded_dim, padded_dim_v))
         sizes = listed[2 if kernel.modifies else 1 if has_mask else 0] if listed is not None else _small(_LAST_RESORT, padded_dim_v)
-        if has_mask and kernel.stop and not kernel.first and not kernel.allowed:
+        if has_mask and kernel.stop and not (kernel.first or kernel.matches or kernel.allowed):
             wide = _WIDE.get((padded_dim, padded_dim_v))
             sizes = wide[kernel.modifies + _costs_special_functions(graph)] if wide is not None else sizes
         if kernel.diagonals:  # they are in registers while the scores are modified
@@ -189,18 +198,35 @@ def candidates(graph: Graph, target: Target, padded_dim: int, padded_dim_v: int,
     found = list(_IN_CLUSTERS.get((padded_dim, padded_dim_v), ())) if not has_mask and not kernel.modifies and group % 2 == 0 else []
     for rows, columns in sizes:
         turns = max(padded_dim, padded_dim_v) <= _WIDEST_WITH_TURNS and rows > GROUP_ROWS
-        tile = Tile(rows, columns, 2, turns, "static")
-        out_buffer = out_buffer_for(tile, padded_dim, padded_dim_v, target, kernel.column_bytes, kernel.diagonal_bytes)
+        # Three warpgroups lack the registers for the votes of one condition beside the statements of another.
+        votes = has_mask and not (rows > 2 * GROUP_ROWS and kernel.matches and kernel.allowed)
+        tile, printed = Tile(rows, columns, 2, turns, "static", votes=votes), kernel if votes else without_votes
+        out_buffer = out_buffer_for(tile, padded_dim, padded_dim_v, target, printed.column_bytes, printed.diagonal_bytes)
         if out_buffer is None or (tile.groups == 3 and kernel.statements > _MOST_STATEMENTS):
             continue
         # A tile that waits until its queries' memory is free again gains nothing from being known before.
-        found.append(replace(tile, scheduler=("dynamic" if out_buffer == "own" else "grid") if has_mask else "static"))
+        scheduler = "static" if not has_mask else "dynamic" if out_buffer == "own" else "grid"
+        found.append(replace(tile, scheduler=scheduler, eager=out_buffer == "own" and _begins_early(printed, columns, padded_dim_v)))
     return sorted(found, key=lambda tile: tile.scheduler == "grid")  # a queue is worth more than columns
+
+
+def _begins_early(kernel: Kernel, columns: int, padded_dim_v: int) -> bool:
+    """Whether the next tile's first product may start before this one's output is stored: nothing is late for it, and nothing spills."""
+    if kernel.staged or kernel.diagonals:  # worked out after that product, not under it
+        return False
+    if kernel.loads_elements:
+        return False
+    return not (kernel.modifies or kernel.allowed) or _fragments(columns, padded_dim_v) <= _MOST_FRAGMENTS_OF_EAGER
+
+
+def _fragments(columns: int, padded_dim_v: int) -> float:
+    """Registers of a thread for scores, weights and output."""
+    return columns / 2 + columns / 4 + padded_dim_v / 2
 
 
 def _small(sizes: _Sizes, padded_dim_v: int) -> _Sizes:
     """Those whose fragments leave a thread of two warpgroups enough registers."""
-    return tuple((rows, columns) for rows, columns in sizes if columns / 2 + columns / 4 + padded_dim_v / 2 <= _MOST_FRAGMENTS)
+    return tuple((rows, columns) for rows, columns in sizes if _fragments(columns, padded_dim_v) <= _MOST_FRAGMENTS)
 
 
 def refuse_unsupported(target: Target, dtype: str, head_dim: int) -> None:
@@ -249,16 +275,16 @@ def make_plan(
     wide, wide_v = padded(head_dim), padded(head_dim_v)
     exact = precision == "exact"
     approximate = not exact and dtype == "bfloat16"
-    kernel = print_kernel(graph, approximate=approximate, exact=exact, diagonals=True)
+    fitting = candidates(graph, target, wide, wide_v, group) if tile is None else [tile]
+    votes = fitting[0].votes if fitting else graph.mask is not None
+    kernel = print_kernel(graph, approximate=approximate, exact=exact, diagonals=True, votes=votes)
     shared = kernel.column_bytes, kernel.diagonal_bytes
-    if tile is None:
-        fitting = candidates(graph, target, wide, wide_v, group)
-        if not fitting:
-            raise UnsupportedError(
-                f"head dimensions ({head_dim}, {head_dim_v}) with {sum(shared)} bytes of captured values a key on the cute backend: "
-                f"no tile fits {target.smem_bytes} bytes of shared memory"
-            )
-        tile = fitting[0]
+    if not fitting:
+        raise UnsupportedError(
+            f"head dimensions ({head_dim}, {head_dim_v}) with {sum(shared)} bytes of captured values a key on the cute backend: "
+            f"no tile fits {target.smem_bytes} bytes of shared memory"
+        )
+    tile = fitting[0]
     out_buffer = out_buffer_for(tile, wide, wide_v, target, *shared)
     if out_buffer is None or tile.rows % GROUP_ROWS or tile.groups not in REGISTERS or tile.scheduler not in SCHEDULERS:
         raise UnsupportedError(
@@ -271,6 +297,9 @@ def make_plan(
             f"tile {tile} on the cute backend: clusters are of 2, static, and for kernels without a mask whose tiles side by side are "
             f"heads of one key/value head; this one {'has a mask' if graph.mask is not None else f'has {group} of them'}"
         )
+    refused = _refused(tile, graph.mask is not None, out_buffer)
+    if refused:
+        raise UnsupportedError(f"tile {tile} on the cute backend: {refused}")
     shift = None if exact or max_scores else shift_of(graph, dtype)
     return Plan(
         arch=target.arch,
@@ -294,6 +323,15 @@ def make_plan(
         registers=REGISTERS[tile.groups],
         max_scores=max_scores,
     )
+
+
+def _refused(tile: Tile, has_mask: bool, out_buffer: str) -> str:
+    """What the tile's options lack; empty if nothing."""
+    if tile.eager and out_buffer != "own":
+        return "queries leave early where the output has memory of its own"
+    if tile.eager and not (tile.cluster == 1 and tile.scheduler == ("dynamic" if has_mask else "static")):
+        return "the next tile begins early where it is known: from a queue with a mask, static without one, and outside clusters"
+    return ""
 
 
 def map_blocks(plan: Plan) -> dict[str, tuple[int, int]]:

@@ -306,8 +306,8 @@ class Machine:
         """Blocks of a cluster run by themselves here: each loads all."""
         return self.block.once(name, lambda: Pipeline(self.block, name, stages, stage_bytes, readers))
 
-    def queue_pipeline(self, name: str, readers: int) -> Pipeline:
-        return self.block.once(name, lambda: Pipeline(self.block, name, 2, 0, readers))
+    def queue_pipeline(self, name: str, readers: int, slots: int = 2) -> Pipeline:
+        return self.block.once(name, lambda: Pipeline(self.block, name, slots, 0, readers))
 
     # --- copies ---
 

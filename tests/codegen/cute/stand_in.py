@@ -385,6 +385,8 @@ arch = SimpleNamespace(
     lane_idx=lambda: Int32(np.arange(LANES)),
     shuffle_sync=lambda x, lane: type(x)(spread(x)[lane]),
     atomic_add=_atomic_add,
+    vote_ballot_sync=lambda x: Int32(np.packbits(spread(x).astype(bool), bitorder="little").view(np.int32)[0]),
+    warp_redux_sync=lambda x, kind: type(x)({"min": np.min}[kind](spread(x))),
     vote_any_sync=lambda x: Boolean(bool(np.any(x.value))),
     sync_warp=lambda: None,
     make_warp_uniform=lambda x: typed(x),

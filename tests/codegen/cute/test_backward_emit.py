@@ -263,7 +263,7 @@ def test_holes_and_fields_are_the_same_set():
     assert holes == {"header", "plan", "kernel", "captured", "gradients", "scalars", "signatures", "l2_bytes", "sm_count"}
     assert {hole for hole in holes if re.search(rf"\b{hole}\b", header)} == holes, "the template begins with a list of its holes"
     source = re.sub(r"{#.*?#}", "", text, flags=re.DOTALL)
-    of_forward = {"along", "mask_along", "diagonals", "shared_along"}
+    of_forward = {"along", "mask_along", "diagonals", "shared_along", "matches", "match_column", "shared_match"}
     read = {f.name for f in dataclasses.fields(BackwardKernel)} - of_forward | {"stages_scores", "staged_for_mask"}
     assert set(re.findall(r"\bkernel\.(?!py)(\w+)", source)) == read
     assert set(re.findall(r"\bplan\.(\w+)", source)) <= {f.name for f in dataclasses.fields(BackwardPlan)} | {"has_ranks", "counts_tiles"}

@@ -30,6 +30,9 @@ OTHERS = [
     ("gated", 64, 64, None),
     ("prefix", 192, 192, None),
     ("flags", 72, 40, None),
+    ("plain", 128, 128, Tile(128, 176, 2, True, "static")),
+    ("documents", 128, 128, Tile(128, 128, 2, True, "dynamic")),
+    ("prefix", 128, 128, None),
 ]
 
 

@@ -37,8 +37,8 @@ from tests.codegen.cute.texts import (
 TEMPLATES = ("cute/forward.py.j2", "cute/host.py.j2", "cute/sections.py.j2")
 
 
-def printed(*functions) -> Kernel:
-    return print_kernel(lowered(*functions), approximate=True, exact=False, diagonals=True)
+def printed(*functions, votes=False) -> Kernel:
+    return print_kernel(lowered(*functions), approximate=True, exact=False, diagonals=True, votes=votes)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -68,19 +68,20 @@ def test_a_graph_that_was_not_lowered_is_refused():
 # --- loops --------------------------------------------------------------------------------------------------------------------------------
 
 
-def test_full_blocks_have_no_mask():
-    text = text_of(None, documents)
+@pytest.mark.parametrize("tile, worked_out", [(None, "block_words("), (Tile(128, 128, 2, True, "dynamic"), "block_columns(")])
+def test_full_blocks_have_no_mask(tile, worked_out):
+    text = text_of(None, documents, tile=tile)
     (_, partial), (_, full) = loops(text, "partial"), loops(text, "full")
-    assert "block_scores(" in partial and "block_columns(" in partial and "True)" in partial
-    assert "block_scores(" not in full and "block_columns(" not in full and "column" not in full
+    assert "block_scores(" in partial and worked_out in partial and "True)" in partial
+    assert "block_scores(" not in full and worked_out not in full and "column" not in full
 
 
 def test_full_blocks_of_a_score_function_have_no_mask():
     text = text_of(alibi, causal)
     _, full = loops(text, "full")
     assert re.search(r"block_scores\(.*, False\)", full)
-    masked = function(text, "block_scores").split("if cutlass.const_expr(masked):")
-    assert "words" not in masked[0] and "hide_columns" not in masked[0] + masked[1].split("    for n in")[1]
+    before, masked = function(text, "block_scores").split("    if cutlass.const_expr(masked):\n")
+    assert "hide_columns" not in before and masked == "        tiles.hide_columns(scores, words)\n"
 
 
 def test_plain_attention_walks_no_map():
@@ -191,9 +192,33 @@ def test_a_limit_that_may_overflow_is_bounded_first():
     assert kernel.stop and any("tiles.bound(" in line for line in kernel.tile)
 
 
-def test_a_condition_that_is_not_required_stays_a_predicate():
+def test_the_furthest_of_limits_one_of_which_is_enough():
     kernel = printed(*VARIANTS["prefix"])
+    assert kernel.stop == ["cutlass.max(100 - key, q_idx[half] - key + 1)"] and not kernel.first and not kernel.allowed
+
+    def late(batch, head, q_idx, kv_idx):
+        return (kv_idx >= 50) | (kv_idx > q_idx) | (q_idx - kv_idx < 20)
+
+    kernel = printed(None, late)
+    assert len(kernel.first) == 1 and kernel.first[0].count("cutlass.min(") == 2 and not kernel.stop and not kernel.allowed
+
+
+def test_a_condition_that_is_not_required_stays_a_predicate():
+    def outside(batch, head, q_idx, kv_idx):
+        return (kv_idx > 100) | (q_idx >= kv_idx)
+
+    kernel = printed(None, outside)
     assert not kernel.stop and not kernel.first and kernel.allowed
+
+
+def test_captured_values_of_keys_are_compared_by_votes():
+    kernel = printed(None, documents, votes=True)
+    (match,) = kernel.matches
+    assert match.row in dict(kernel.rows) and kernel.stop and not kernel.allowed and not kernel.staged and not kernel.mask_element
+    assert sum("tiles.element(" in line for line in kernel.match_column) == 1
+    kernel = printed(*VARIANTS["flags"], votes=True)
+    assert [match.row for match in kernel.matches] == [""] and not kernel.staged and kernel.allowed, "the other condition stays a predicate"
+    assert not printed(None, documents).matches and not printed(None, window, votes=True).matches
 
 
 def test_column_values_from_memory_are_shared_and_others_are_not():

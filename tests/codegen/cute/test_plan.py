@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -127,6 +129,48 @@ def test_heads_of_one_key_value_head_share_their_loads():
 def test_clusters_that_do_not_share_keys_are_refused(mask, changes):
     with pytest.raises(UnsupportedError, match="clusters are of 2, static, and for kernels without a mask"):
         planned(lowered(None, mask), head_dim=128, **changes)
+
+
+@pytest.mark.parametrize(
+    "mask, tile, match",
+    [
+        (None, Tile(128, 176, 2, True, "static", eager=True), "memory of its own"),
+        (causal, Tile(128, 128, eager=True), "from a queue with a mask"),
+        (causal, Tile(128, 128, 2, True, "static", eager=True), "from a queue with a mask"),
+        (None, Tile(128, 128, 2, True, "dynamic", eager=True), "static without one"),
+        (None, replace(CLUSTER, eager=True), "outside clusters"),
+    ],
+)
+def test_a_tile_that_begins_early_has_what_it_needs(mask, tile, match):
+    with pytest.raises(UnsupportedError, match=match):
+        planned(lowered(None, mask), group=2, tile=tile)
+
+
+def test_the_next_tile_begins_early_where_it_can():
+    """Not where its output takes queries' memory, values of keys or diagonals would be late for it, or wide blocks need registers."""
+    plain = lowered(None, None)
+    assert planned(plain).forward == Tile(128, 160, 2, True, "static", eager=True)
+    assert Tile(128, 176, 2, True, "static") in candidates(plain, HOPPER, 128, 128)
+    for name in ("causal", "window", "documents", "prefix", "hole"):
+        assert all(planned(lowered(*VARIANTS[name]), head_dim=d, head_dim_v=d).forward.eager for d in (64, 128)), name
+    for name in ("softcap", "alibi", "gated"):
+        graph = lowered(*VARIANTS[name])
+        assert planned(graph, head_dim=64, head_dim_v=64).forward.eager and not planned(graph).forward.eager, name
+        assert all(tile.eager == (tile.columns <= 128) for tile in candidates(graph, HOPPER, 128, 128)), name
+    for name in ("key bias", "relative bias", "bucketed", "pair bias"):
+        assert not any(tile.eager for tile in candidates(lowered(*VARIANTS[name]), HOPPER, 128, 128)), name
+    assert not planned(lowered(None, causal), head_dim=256, head_dim_v=256).forward.eager
+
+
+def test_only_masks_take_votes():
+    """Values that are compared by votes take no shared memory, and do not make a mask one of few partial blocks."""
+    flags = candidates(lowered(*VARIANTS["flags"]), HOPPER, 64, 64)
+    assert {tile.groups: tile.votes for tile in flags} == {3: False, 2: True}, "registers of three warpgroups"
+    for name, (_, mask) in VARIANTS.items():
+        assert all(tile.votes == (mask is not None) for tile in candidates(lowered(*VARIANTS[name]), HOPPER, 128, 128)), name
+    graph = lowered(*VARIANTS["documents"])
+    plan = planned(graph)
+    assert plan.forward.columns == 128 and planned(graph, tile=replace(plan.forward, votes=False)).smem_bytes == plan.smem_bytes + 2048
 
 
 def test_a_maximum_is_kept_longer_where_that_pays():

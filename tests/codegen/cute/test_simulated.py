@@ -55,7 +55,7 @@ def run(functions, *, head_dim=64, head_dim_v=None, tile=None, dtype=torch.bfloa
             scalars=[binding.scalars[slot] for slot in alone.scalar_slots],
             device=torch.device("cpu"),
         ).row_walk()
-    kernel = print_kernel(graph, approximate=plan.approximate, exact=plan.exact, diagonals=True)
+    kernel = print_kernel(graph, approximate=plan.approximate, exact=plan.exact, diagonals=True, votes=plan.forward.votes)
     staged = [*kernel.staged, *kernel.diagonals]
     out, lse, *largest = simulate(
         text, plan, q, k, v, head_dim**-0.5, binding.tensors, binding.scalars, walk, staged=staged, seed=seed, **given
@@ -77,6 +77,7 @@ def test_a_kernel_computes_its_variant(name):
     check(VARIANTS[name])
 
 
+EAGER = Tile(128, 64, 2, True, "dynamic", votes=True, eager=True)
 CASES = {
     "a queue of tiles, grouped heads": (
         "causal",
@@ -103,6 +104,19 @@ CASES = {
         "bucketed",
         {"batch": 2, "heads": 4, "kv_heads": 2, "q_len": 77, "kv_len": 333, "head_dim": 72, "head_dim_v": 40, "tile": Tile(128, 64)},
     ),
+    "values of keys by votes": ("documents", {"tile": Tile(128, 160, 2, True, "dynamic", votes=True)}),
+    "truth values of keys by votes": ("flags", {"tile": Tile(128, 64, 2, True, "dynamic", votes=True)}),
+    "the next tile's first product, a queue": ("documents", {"q_len": 500, "heads": 4, "blocks": 2, "tile": EAGER}),
+    "the next tile's first product, rows without keys": ("hole", {"q_len": 500, "heads": 4, "blocks": 1, "tile": EAGER}),
+    "the next tile's first product, fixed strides": (
+        "plain",
+        {"q_len": 500, "kv_len": 150, "heads": 4, "blocks": 2, "tile": Tile(128, 160, 2, True, "static", eager=True)},
+    ),
+    "the next tile's first product, values of keys": ("key bias", {"q_len": 400, "blocks": 1, "tile": EAGER}),
+    "the next tile's first product, bounded, three warpgroups": (
+        "softcap",
+        {"q_len": 400, "blocks": 1, "tile": Tile(192, 64, 2, True, "dynamic", eager=True)},
+    ),
     "heads of a cluster": (
         "plain",
         {"batch": 2, "heads": 4, "kv_heads": 2, "q_len": 200, "head_dim": 128, "blocks": 4, "tile": Tile(128, 160, 2, True, "static", 2)},
@@ -127,6 +141,30 @@ def test_a_kernel_returns_the_largest_scores(name):
     plain = run(VARIANTS[name], q_len=150)
     torch.testing.assert_close(lse, plain[1], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(out.float(), plain[0].float(), rtol=1e-2, atol=1e-2)
+
+
+IDS = torch.randint(-3, 4, (300,), generator=torch.Generator().manual_seed(8), dtype=torch.int32)
+IDS[5::7] = 2**31 - 1
+
+
+@pytest.mark.parametrize("tile", [Tile(128, 128, votes=True), EAGER])
+def test_any_values_are_compared_by_votes(tile):
+    """More of them in a warp's rows than rows of one value, the largest number too."""
+
+    def alike(batch, head, q_idx, kv_idx):
+        return (IDS[q_idx] == IDS[kv_idx]) & (q_idx >= kv_idx)
+
+    check((None, alike), tile=tile)
+
+
+def test_a_factor_of_the_head_is_that_of_the_finished_tile():
+    """lse and output of a tile are written when the next one has begun."""
+    factors = torch.linspace(0.5, 2, 4)
+
+    def scaled(score, batch, head, q_idx, kv_idx):
+        return score * factors[head]
+
+    check((scaled, VARIANTS["hole"][1]), tile=EAGER, heads=4, q_len=400, blocks=1)
 
 
 def rising(slope):
