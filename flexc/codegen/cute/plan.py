@@ -212,9 +212,9 @@ def candidates(graph: Graph, target: Target, padded_dim: int, padded_dim_v: int,
 
 def _begins_early(kernel: Kernel, columns: int, padded_dim_v: int) -> bool:
     """Whether the next tile's first product may start before this one's output is stored: nothing is late for it, and nothing spills."""
-    if kernel.staged or kernel.diagonals:  # worked out after that product, not under it
-        return False
-    if kernel.loads_elements:
+    if (
+        kernel.staged or kernel.diagonals or kernel.loads_elements
+    ):  # worked out after that product, not under it; or one load for each score
         return False
     return not (kernel.modifies or kernel.allowed) or _fragments(columns, padded_dim_v) <= _MOST_FRAGMENTS_OF_EAGER
 
