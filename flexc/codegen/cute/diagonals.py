@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from flexc.codegen.cute.aside import Aside
 from flexc.codegen.cute.body import Body
 from flexc.codegen.levels import COLUMN, ELEMENT, TILE
 from flexc.ir.collisions import is_diagonal
@@ -17,12 +18,14 @@ from flexc.ir.ops import has_trait
 
 
 @dataclass
-class Along(Body):
-    """The statements that a thread executes for a diagonal, at the place `column`: along_q and along_kv are a pair of positions on it.
+class Along(Aside):
+    """The statements that a thread executes for a diagonal: along_q and along_kv are a pair of positions on it.
 
     Attributes:
         wanted: values that statements of an element take, name → IR dtype.
     """
+
+    prefix = "along"
 
     wanted: dict[str, str] = field(default_factory=dict)
     _pairs: dict[Node, str] = field(default_factory=dict)
@@ -32,7 +35,6 @@ class Along(Body):
         super().__post_init__()
         self._pairs = self.levels
         self.levels = {node: TILE if level == TILE else COLUMN for node, level in self.levels.items()}
-        self.linear = {}
         self.names |= {input_node("q_idx"): "along_q", input_node("kv_idx"): "along_kv"}
 
     def takes(self, node: Node) -> bool:
@@ -46,17 +48,6 @@ class Along(Body):
 
     def value(self, node: Node, body: Body) -> str:
         """Prints the node here, and what is the same for the whole tile in `body`; returns the name of its value."""
-        for low in topological([node]):
-            if self.level(low) == TILE and low.op != "const":
-                body.add(low)
-                self.names[low] = body.names[low]
-        self.add(node)
-        name = self.names[node]
+        name = super().value(node, body)
         self.wanted[name] = node.dtype
         return name
-
-    def _limit(self, node: Node) -> None:
-        return None
-
-    def _new(self, prefix: str = "x") -> str:
-        return super()._new("along")

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flexc.codegen.cute.aside import Aside
 from flexc.codegen.cute.body import Body
-from flexc.codegen.levels import COLUMN, ROW, TILE
+from flexc.codegen.levels import COLUMN, ROW
 from flexc.ir.graph import BOOL, INT32, Node, topological
 
 
@@ -23,21 +24,10 @@ class Match:
 
 
 @dataclass
-class Columns(Body):
-    """The statements that a lane executes for a column that it looks at, at the place `column`."""
+class Columns(Aside):
+    """The statements that a lane executes for a column that it looks at."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.linear = {}
-
-    def value(self, node: Node, body: Body) -> str:
-        """Prints the node here, and what is the same for the whole tile in `body`; returns the name of its value."""
-        for low in topological([node]):
-            if self.level(low) == TILE and low.op != "const":
-                body.add(low)
-                self.names[low] = body.names[low]
-        self.add(node)
-        return self.names[node]
+    prefix = "seen"
 
     def match(self, node: Node, body: Body) -> Match | None:
         """Prints a condition that a warp decides by vote; None for others."""
@@ -52,12 +42,6 @@ class Columns(Body):
                 body.add(row)
                 return Match(self.value(column, body), body.names[row])
         return None
-
-    def _limit(self, node: Node) -> None:
-        return None
-
-    def _new(self, prefix: str = "x") -> str:
-        return super()._new("seen")
 
 
 def _reads_memory(node: Node) -> bool:
