@@ -351,6 +351,31 @@ def add_registers(target, fragment):
 
 
 @cute.jit
+def store_registers(target, fragment):
+    """Where nobody else adds: as `add_registers`, without what was there before."""
+    fours = cute.size(fragment) // 4
+    laid_out = cute.make_tensor(target, cute.make_layout((4, fours), stride=(1, 4 * GROUP_THREADS)))
+    cute.autovec_copy(cute.make_tensor(fragment.iterator, cute.make_layout((4, fours))), laid_out)
+
+
+def own_numbers(x, first, thread):
+    """A thread's first of the numbers of a warpgroup's fragment that begin at `first`, a multiple of 4, in a float32 tensor."""
+    return x.iterator + cute.assume(first + (thread % GROUP_THREADS) * 4, divby=4)
+
+
+@cute.jit
+def sum_of_fragments(x, first, step, count: cutlass.Constexpr, total, thread):
+    """`total`: the sum of `count` fragments that `store_registers` laid out, the first of them at `first`, `step` numbers apart."""
+    read_registers(own_numbers(x, first, thread), total)
+    if cutlass.const_expr(count > 1):
+        part = cute.make_rmem_tensor(cute.size(total), Float32)
+        for i in cutlass.range(1, count, unroll=1):
+            read_registers(own_numbers(x, first + Int64(i) * step, thread), part)
+            for j in cutlass.range_constexpr(cute.size(total)):
+                total[j] = total[j] + part[j]
+
+
+@cute.jit
 def empty_part(group):
     """The buffer's part is empty; the adding warp says so before the first step."""
     cute.arch.barrier_arrive(barrier_id=EMPTY + group, number_of_threads=WARP_TOO)
@@ -445,10 +470,15 @@ def wait_for_store():
 @cute.jit
 def read_part(sums, tile, part, group, size: cutlass.Constexpr, thread):
     """What `hand_floats` laid out for a warpgroup, from global memory."""
-    fours = cute.size(part) // 4
-    first = cute.assume(Int64(tile) * (GROUPS * size) + (group * size + (thread % GROUP_THREADS) * 4), divby=4)
-    found = cute.make_tensor(sums.iterator + first, cute.make_layout((4, fours), stride=(1, 512)))
-    cute.autovec_copy(found, cute.make_tensor(part.iterator, cute.make_layout((4, fours))))
+    read_registers(own_numbers(sums, Int64(tile) * (GROUPS * size) + group * size, thread), part)
+
+
+@cute.jit
+def read_registers(source, fragment):
+    """A fragment from global memory: registers in fours, those of 128 threads in a row; `source`: of the thread's first."""
+    fours = cute.size(fragment) // 4
+    found = cute.make_tensor(source, cute.make_layout((4, fours), stride=(1, 4 * GROUP_THREADS)))
+    cute.autovec_copy(found, cute.make_tensor(fragment.iterator, cute.make_layout((4, fours))))
 
 
 # --- device side: results -----------------------------------------------------------------------------------------------------------------

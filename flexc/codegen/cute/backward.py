@@ -44,7 +44,7 @@ def _signatures(
     plan: BackwardPlan, tensors: list[tuple[str, str, int, str]], gradients: dict[int, str], scalars: list[tuple[str, str]]
 ) -> dict[str, list[str]]:
     """What each argument of the launch functions is, in order. Equal names of sizes are equal sizes."""
-    own = f'"{plan.dtype}"'
+    own, scale = f'"{plan.dtype}"', 'number("scale", "float32")'
     dim, dim_v = (-(-width // 8) * 8 for width in (plan.head_dim, plan.head_dim_v))  # the host makes rows of whole 16 bytes
 
     def given(name: str, heads: str, tokens: str, width: int) -> str:
@@ -68,7 +68,9 @@ def _signatures(
     for slot, name in gradients.items():
         sizes = ", ".join(f'"{tensors[slot][0]}_size{i}"' for i in range(max(tensors[slot][2], 1)))
         first.append(f'tensor("{name}", "float32", ({sizes},), compact=True)')
-    owners = "heads" if plan.by_head else "kv_heads"  # of gradients of keys and values
+    dk, dv = given("dk", "kv_heads", "kv_len", dim), given("dv", "kv_heads", "kv_len", dim_v)
+    numbers = plan.backward.columns * (plan.padded_dim + plan.padded_dim_v)
+    key_sums = f'tensor("key_sums", "float32", ("all_key_blocks", {numbers}), compact=True, align=16)'
     return {
         "row_sums": [
             given("out", "heads", "q_len", dim_v),
@@ -85,11 +87,11 @@ def _signatures(
             given("k", "kv_heads", "kv_len", dim),
             given("v", "kv_heads", "kv_len", dim_v),
             given("dout", "heads", "q_len", dim_v),
-            given("dk", owners, "kv_len", dim),
-            given("dv", owners, "kv_len", dim_v),
+            *([key_sums] if plan.by_head else [dk, dv]),
             row_sums,
             dq_sums,
             *argument_lines(plan.walk == "runs", tensors, scalars, "key_blocks", first),
         ],
-        "convert": [dq_sums, given("dq", "heads", "q_len", dim), 'number("scale", "float32")'],
+        "convert": [dq_sums, given("dq", "heads", "q_len", dim), scale],
+        **({"convert_keys": [key_sums, dk, dv, scale]} if plan.by_head else {}),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flexc.codegen.cute.backward_kernel import BackwardKernel, print_backward
 from flexc.codegen.cute.backward_terms import gradient_slots
@@ -66,8 +66,9 @@ class BackwardPlan(Listed):
         head_dim, head_dim_v: D and Dv.
         padded_dim, padded_dim_v: what products work on.
         group: query heads of a key/value head.
-        by_head: each query head has tiles of its own, and gradients of a group's keys and values are summed afterwards; otherwise a tile
-            visits all heads of the group. With a queue: tiles of a group drift apart, and what they share falls out of the L2 cache.
+        by_head: each query head has tiles of its own, which add to float32 sums of the gradients of keys and values; in a fixed order each
+            has sums of its own. Otherwise a tile visits all heads of the group. With a mask: tiles of a group, being uneven, drift apart,
+            and what they share falls out of the L2 cache.
         backward: tile of the kernel.
         walk: "runs" of a transposed block map, or "dense" where every block is visited and only ragged keys are masked.
         bulk: q, k and v allow bulk copies as they are; otherwise the host copies them first.
@@ -178,6 +179,9 @@ def make_backward_plan(
         fitting = backward_candidates(kernel, target, wide, wide_v, has_mask=has_mask, deterministic=deterministic)
     else:
         fitting = [tile]
+    by_head = group > 1 and has_mask
+    if by_head:
+        fitting = [replace(tile, apart=False) for tile in fitting]  # what is added up is not stored
     if not fitting or backward_smem_bytes(fitting[0], wide, wide_v, column_bytes) > target.smem_bytes:
         raise UnsupportedError(
             f"head dimensions ({head_dim}, {head_dim_v}) with {column_bytes} bytes of captured values a query in the backward kernel of "
@@ -191,7 +195,7 @@ def make_backward_plan(
         padded_dim=wide,
         padded_dim_v=wide_v,
         group=group,
-        by_head=group > 1 and fitting[0].queue,
+        by_head=by_head,
         backward=fitting[0],
         walk="runs" if has_mask else "dense",
         bulk=bulk and head_dim % 8 == head_dim_v % 8 == 0,
@@ -217,13 +221,14 @@ def backward_workspace_bytes(plan: BackwardPlan, entries: int, q_len: int, kv_le
     """What the host function allocates besides dq, dk and dv; `entries` is B x Hq, `map_entries` how many of these have a map of their own.
 
     Float32 sums for dq, and what each query is known by. A deterministic kernel also keeps whose turn it is to add, and where there is a
-    mask, at which turn each block of keys adds to each block of queries. Where each head of a group has its own tiles, there are dk and dv
-    of each.
+    mask, at which turn each block of keys adds to each block of queries. Where each query head has its own tiles, there are float32 sums
+    for dk and dv, in a fixed order those of each query head.
     """
     rows = plan.backward.rows
     blocks = -(-q_len // rows)
     turns = 4 * GROUPS * entries * blocks if plan.deterministic else 0
-    wide = sum(-(-dim // 8) * 8 for dim in (plan.head_dim, plan.head_dim_v))
-    of_heads = _ELEMENT_BYTES * entries * kv_len * wide if plan.by_head else 0
-    ranks = 4 * map_entries * blocks * -(-kv_len // plan.backward.columns) if plan.has_ranks else 0
-    return 4 * entries * blocks * (rows * plan.padded_dim + 2 * rows + 4) + turns + of_heads + ranks
+    key_blocks = -(-kv_len // plan.backward.columns)
+    owners = entries if plan.deterministic else entries // plan.group
+    key_sums = 4 * owners * key_blocks * plan.backward.columns * (plan.padded_dim + plan.padded_dim_v) if plan.by_head else 0
+    ranks = 4 * map_entries * blocks * key_blocks if plan.has_ranks else 0
+    return 4 * entries * blocks * (rows * plan.padded_dim + 2 * rows + 4) + turns + key_sums + ranks

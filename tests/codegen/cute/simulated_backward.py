@@ -174,8 +174,8 @@ class TiledProduct:
 
     make_fragment_B = make_fragment_A
 
-    def partition_shape_C(self, shape: tuple[int, int]) -> tuple[int, int]:
-        return shape
+    def partition_shape_C(self, shape: tuple[int, int]) -> int:
+        return shape[0] * shape[1] // (128 if self.is_own else 256)
 
     def part(self, rows: int, columns: int) -> tuple[int, int, int]:
         """First row and column of the calling warp's part, and how many columns."""
@@ -225,7 +225,7 @@ class Machine:
             TiledProduct("dk", by_keys),
             TiledProduct("dq", t.rows == 128 or t.flips_dq),
         ]
-        if t.queue:
+        if t.queue or plan.by_head:
             self.products += [TiledProduct("dk rows", True, True), TiledProduct("dv rows", True, True)]
 
     def storage(self) -> Any:
@@ -266,8 +266,8 @@ class Machine:
             return Buffer(*sizes[name])
         if name == "dq":
             return Parts(t.rows * d // 2) if t.queue else Memory(np.full(t.rows * d, np.nan, np.float32))
-        if name == "dv":
-            return Parts(32 * dv)
+        if name in ("dk", "dv"):
+            return Parts(32 * {"dk": d, "dv": dv}[name])
         if name == "sums":
             return Memory(np.full((2 * t.rows + 4) * t.stages, np.nan, np.float32))
         if name == "first_tile":
@@ -438,8 +438,7 @@ class Machine:
         values = [self.rounded((fragment[i] * factor).value) for i in range(len(fragment.items))]
         self.put(product, values, shared.data.T if is_flipped else shared.data)
         self.written(shared.buffer, 0)
-        if not product.is_own:
-            self.publish_shared()
+        self.publish_shared()
 
     def pair_of(self, sums: Memory, quad: Any, n: Any, which: int, stage: Any) -> tuple[Num, Num]:
         first = 2 * quad + 8 * n + self.tile.rows * which + (2 * self.tile.rows + 4) * stage
@@ -505,8 +504,8 @@ def simulate_backward(
         "elect_one": _elected,
     }
 
-    def make_rmem_tensor(size: Any, kind: type[Num]) -> Fragment:
-        return Fragment(size if isinstance(size, int) else size[0] * size[1] // 256, kind)
+    def make_rmem_tensor(size: int, kind: type[Num]) -> Fragment:
+        return Fragment(size, kind)
 
     cute = SimpleNamespace(
         **{
@@ -568,8 +567,10 @@ def simulate_backward(
     sums = Memory(np.full(batch * heads * blocks * (2 * t.rows + 4), np.nan, np.float32))
     dq_sums = Memory(np.full(batch * heads * blocks * t.rows * plan.padded_dim, np.nan, np.float32))
     dq, dk, dv = (torch.full(x.shape, float("nan"), dtype=q.dtype) for x in (q, k, v))
-    owners = heads if plan.by_head else kv_heads
-    dk, dv = (x.repeat_interleave(owners // kv_heads, 1) for x in (dk, dv))
+    key_blocks = -(-kv_len // t.columns)
+    summed = batch * key_blocks * (heads if plan.deterministic else kv_heads)
+    of_tile = t.columns * (plan.padded_dim + plan.padded_dim_v)
+    key_sums = Memory(np.full(summed * of_tile, np.nan if plan.deterministic else 0.0, np.float32))
 
     def launch(name: str, count: int, warps: int, first_group: int, *arguments: Any) -> None:
         kernel = module[f"{name}_kernel"]
@@ -611,9 +612,11 @@ def simulate_backward(
     arguments += [captured_memory(x if x.numel() else x.new_zeros((1,) * x.dim())) for x in tensors]
     arguments += [Float32(scale), Int32(section)]
     arguments += [Float32(s) if isinstance(s, float) else Int32(s) for s in scalars]
-    given = [each for x in (q, k, v, dout) for each in ("load", Global(x))] + [each for x in (dk, dv) for each in ("store", Global(x))]
-    layouts = [_Name(name) for name in ("q", "dout", "k", "v", "scores", "dk", "dv")]
-    tiles_in_all = batch * owners * -(-kv_len // t.columns)
+    stored = [each for x in (dk, dv) for each in ("store", Global(x))]
+    given = [each for x in (q, k, v, dout) for each in ("load", Global(x))] + ([key_sums] if plan.by_head else stored)
+    layouts = [_Name(name) for name in ("q", "dout", "k", "v", "scores")]
+    of_stored = [_Name("dk"), _Name("dv")]
+    tiles_in_all = batch * (heads if plan.by_head else kv_heads) * key_blocks
     launch(
         "backward",
         tiles_in_all if not t.queue else min(tiles_in_all, blocks_of_threads),
@@ -623,8 +626,9 @@ def simulate_backward(
         sums,
         dq_sums,
         *arguments,
-        *machine.products,
+        *machine.products[: 4 if plan.by_head else None],
         *layouts,
+        *(() if plan.by_head else of_stored),
         None,
     )
     if plan.deterministic:
@@ -634,8 +638,9 @@ def simulate_backward(
         )
     assert counter.item() == 0, "the next launch begins with a counter of 0"
     launch("convert", batch * heads * blocks, 8, 0, "store", Global(dq), dq_sums, Float32(scale), machine.products[3], _Name("dq"), None)
-    if owners != kv_heads:
-        dk, dv = (x.unflatten(1, (kv_heads, heads // kv_heads)).sum(2) for x in (dk, dv))
+    if plan.by_head:
+        count = batch * kv_heads * key_blocks
+        launch("convert_keys", count, 8, 0, *stored, key_sums, Float32(scale), *machine.products[4:], *of_stored, None)
     return dq, dk, dv, *captured
 
 
@@ -661,8 +666,8 @@ def _elected() -> Iterator[None]:
         _here.mask = before
 
 
-def _same_registers(fragment: Fragment, shape: tuple[int, int]) -> Fragment:
-    assert len(fragment.items) == shape[0] * shape[1] // 256
+def _same_registers(fragment: Fragment, size: int) -> Fragment:
+    assert len(fragment.items) == size
     return fragment
 
 

@@ -61,8 +61,10 @@ def assert_clean(kernels, spill_bytes=0) -> None:
     assert main.threads == 384 and main.registers * main.threads <= HOPPER.regs_per_sm
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "stmatrix", "setmaxnreg"):
         assert instruction in main.ptx
-    assert ("cp.reduce.async.bulk" in main.ptx) != ("red.relaxed.gpu.global.add.v4.f32" in main.ptx), "one way to add, 16 bytes or more"
-    for name in ("row_sums_kernel", "convert_kernel"):
+    of_heads = "convert_keys_kernel" in kernels
+    ways = "cp.reduce.async.bulk" in main.ptx, "red.relaxed.gpu.global.add.v4.f32" in main.ptx
+    assert ways[0] != ways[1] or of_heads, "one way to add to the queries' gradient, 16 bytes or more"
+    for name in ("row_sums_kernel", "convert_kernel", *(["convert_keys_kernel"] if of_heads else [])):
         assert "ld.global.v4" in kernels[name].ptx, "16 bytes at a time"
 
 
@@ -131,5 +133,10 @@ def test_deterministic_kernels_are_clean(tmp_path, name, head_dim, tile, group):
 
 
 @pytest.mark.slow
-def test_grouped_heads_and_float16_are_clean(tmp_path):
-    assert_clean(compiled(tmp_path, "causal", 128, 128, dtype="float16", group=4), 24)
+@pytest.mark.parametrize("head_dim, dtype", [(64, "bfloat16"), (128, "float16"), (192, "bfloat16"), (256, "bfloat16")])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_tiles_of_a_query_head_are_clean(tmp_path, head_dim, dtype, deterministic):
+    kernels = compiled(tmp_path, "causal", head_dim, head_dim, dtype=dtype, group=4, deterministic=deterministic)
+    assert_clean(kernels, 8)
+    main = kernels["backward_kernel"].ptx
+    assert "st.global.v4" in main if deterministic else "red.relaxed.gpu.global.add.v4.f32" in main

@@ -127,16 +127,18 @@ def test_queries_of_a_group_are_visited_by_one_block_of_threads():
     assert "member" not in text_of(None, None)
 
 
-def test_uneven_tiles_of_a_group_are_of_one_query_head(tmp_path):
+@pytest.mark.parametrize("deterministic, owners", [(False, 2), (True, 4)])
+def test_uneven_tiles_of_a_group_are_of_one_query_head(tmp_path, deterministic, owners):
     text = text_of(None, causal, group=4)
     assert "member" not in text and "kv_head = head // 4" in text and "q.shape[1] * k.shape[0]" in text
-    plan = planned(lowered(None, causal), group=2)
+    plan = planned(lowered(None, causal), group=2, deterministic=deterministic)
     (_, dk, dv, _), passed, arguments, _ = called(tmp_path, "causal", plan=plan)
     values = dict(zip([a.name for a in arguments["backward_kernel"]], passed["backward_kernel"], strict=True))
-    assert values["dk"].shape == values["dv"].shape == (2, 4, 60, 128) and dk.shape == dv.shape == (2, 2, 60, 128)
+    sums = values["key_sums"]
+    assert sums.dtype == torch.float32 and sums.shape == (2 * owners, 128 * 2 * 128) and dk.shape == dv.shape == (2, 2, 60, 128)
     together = dataclasses.replace(plan, by_head=False)
     extra = backward_workspace_bytes(plan, 2 * 4, 50, 60, 1) - backward_workspace_bytes(together, 2 * 4, 50, 60, 1)
-    assert extra == 2 * (values["dk"].numel() + values["dv"].numel())
+    assert extra == 4 * sums.numel()
     assert not planned(lowered(None, None), group=2).by_head and not planned(lowered(None, causal)).by_head
 
 

@@ -97,7 +97,7 @@ def check(text):
     assert all(isinstance(launcher.function, LaterFunction) for launcher in module.LAUNCHERS.values())
 
 for variant in texts.VARIANTS.values():
-    for sizes in ({}, {"head_dim": 72, "head_dim_v": 40}):
+    for sizes in ({}, {"head_dim": 72, "head_dim_v": 40}, {"group": 2}):
         graph = texts.lowered(*variant)
         check(emit(graph, texts.planned(graph, **sizes), texts.HOPPER))
         try:

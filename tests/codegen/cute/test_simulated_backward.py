@@ -17,7 +17,7 @@ from flexc.codegen.cute.backward_plan import BackwardTile, make_backward_plan
 from flexc.codegen.cute.backward_terms import gradient_slots
 from flexc.pipeline import MaskAlone
 from flexc.reference import eager
-from tests.accuracy import assert_as_accurate_as_eager
+from tests.accuracy import assert_as_accurate_as_eager, distance
 from tests.codegen.cute import simulated, simulated_backward, stand_in
 from tests.codegen.cute.simulated import Stuck
 from tests.codegen.cute.simulated_backward import simulate_backward
@@ -60,6 +60,11 @@ def run(functions, *, head_dim=64, head_dim_v=None, tile=None, dtype=torch.bfloa
         ).column_walk()
     truth, true_lse = flexc.reference(*functions, q, k, v)
     dout = torch.randn(truth.shape, generator=random).to(dtype)
+    if given.pop("cancels", False):
+        with torch.no_grad():
+            q[:, 1::2] = q[:, ::2]
+        truth, true_lse = flexc.reference(*functions, q, k, v)
+        dout[:, 1::2] = dout[:, 1::2] / 64 - dout[:, ::2]
     dlse = torch.randn(true_lse.shape, generator=random) if with_lse else None
     kernel = print_backward(graph, approximate=plan.approximate, exact=plan.exact)
     slots = gradient_slots(graph)
@@ -191,6 +196,15 @@ CASES = {
 def test_kernels_in_every_shape(case):
     name, given = CASES[case]
     check(VARIANTS[name], **given)
+
+
+@pytest.mark.parametrize("case", ["causal", "plain"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_of_a_group_are_rounded_once(case, deterministic):
+    """What the heads of a group add to gradients of values cancels but for a 64th: roundings of each head's part would be a tenth of it."""
+    sizes = {"heads": 4, "kv_heads": 1, "q_len": 150, "kv_len": 140, "head_dim": 128}
+    found, _, truths = run(VARIANTS[case], **sizes, deterministic=deterministic, cancels=True)
+    assert distance(found[2], truths[2]) < 2**-7 * truths[2].abs().max()
 
 
 TURNS = {
