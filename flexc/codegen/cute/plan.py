@@ -153,7 +153,7 @@ _TILES: dict[tuple[int, int], tuple[_Sizes, _Sizes, _Sizes]] = {
     (64, 64): (((192, 128), (128, 192), (128, 128)), ((192, 128), (128, 128), (128, 64)), ((128, 128), (192, 112), (128, 64))),
     (96, 96): (((128, 192), (128, 128)), ((128, 128), (128, 160)), ((128, 128), (128, 64))),
     (128, 128): (((128, 160), (128, 176), (128, 128)), ((128, 128), (128, 160), (128, 64)), ((128, 128), (128, 144), (128, 64))),
-    (192, 128): (((128, 128), (128, 64)), ((128, 128), (128, 64)), ((128, 128), (128, 64))),
+    (192, 128): (((128, 112), (128, 128), (128, 96)), ((128, 112), (128, 96), (128, 64)), ((128, 112), (128, 96), (128, 64))),
     (192, 192): (((128, 112), (128, 96)), ((128, 96), (128, 64)), ((128, 96), (128, 64))),
     (256, 256): (((128, 80), (128, 64)), ((128, 64),), ((128, 64),)),
 }
@@ -166,7 +166,7 @@ _MOST_FRAGMENTS = 180  # registers of a thread for scores, weights and output; w
 _MOST_FRAGMENTS_OF_EAGER = 160  # the same where elements take statements and scores of the next tile are on their way
 _MOST_COLUMNS_BY_DIAGONAL = 128
 _MOST_STATEMENTS = 4  # of an element, in the 160 registers of a thread of three warpgroups
-_WIDEST_WITH_TURNS = 128  # beyond, products are long enough to hide a softmax by themselves
+_WIDEST_WITH_TURNS = 128  # of Dv; beyond, products of weights and values are long enough to hide a softmax by themselves
 _WIDEST_WITH_SHARED_CODE = 128  # beyond, ptxas works out each product's addresses in registers of threads, unless they are constants
 # Of a maximum kept for longer weights are up to 2^8, of which 16 bits and float32 sums hold as many digits as of 1. A test and a branch pay
 # where there is much to rescale beside few scores, or where the softmax is the bottleneck; at Dv = 128 they lose 1 %.
@@ -197,7 +197,7 @@ def candidates(graph: Graph, target: Target, padded_dim: int, padded_dim_v: int,
             sizes = tuple(size for size in sizes if size[0] <= 2 * GROUP_ROWS and size[1] <= _MOST_COLUMNS_BY_DIAGONAL)
     found = list(_IN_CLUSTERS.get((padded_dim, padded_dim_v), ())) if not has_mask and not kernel.modifies and group % 2 == 0 else []
     for rows, columns in sizes:
-        turns = max(padded_dim, padded_dim_v) <= _WIDEST_WITH_TURNS and rows > GROUP_ROWS
+        turns = padded_dim_v <= _WIDEST_WITH_TURNS and rows > GROUP_ROWS
         # Three warpgroups lack the registers for the votes of one condition beside the statements of another.
         votes = has_mask and not (rows > 2 * GROUP_ROWS and kernel.matches and kernel.allowed)
         tile, printed = Tile(rows, columns, 2, turns, "static", votes=votes), kernel if votes else without_votes
