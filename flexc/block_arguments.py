@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,13 +20,14 @@ class Arguments:
 
     Args:
         device: that is launched on.
-        parts: how many arguments at the beginning are parts of one piece of memory.
+        starts: where parts of one piece of memory of int32 begin, which are the first arguments.
     """
 
-    def __init__(self, device: torch.device, parts: int = 0):
-        self.parts = parts
-        self.given: list[Any] = [0] * parts
+    def __init__(self, device: torch.device, starts: Sequence[int] = ()):
+        self.given: list[Any] = [0] * len(starts)
         self.kind: tuple = (device.index,)
+        self._starts = tuple(starts)
+        self._parts = tuple([(place, 4 * start) for place, start in enumerate(starts)])
         self._pointers: list[int] = []
         self._scalars = slice(0, 0)
 
@@ -51,31 +52,29 @@ class Arguments:
         self.given.append(value)
         self.kind += (value,)
 
-    def filled(
-        self, memory: Tensor | None, starts: Sequence[int], tensors: Sequence[Tensor], scalars: Sequence[int | float] = ()
-    ) -> tuple[list[Any], Callable[[], list[Any]]]:
-        """The arguments with addresses, and what gives them with tensors.
+    def addresses(self, memory: Tensor | None, tensors: Sequence[Tensor], scalars: Sequence[int | float] = ()) -> list[Any]:
+        """The arguments with addresses in place of tensors.
 
         Args:
-            memory: of int32.
-            starts: where its parts begin.
+            memory: whose parts come first.
             tensors: whose pointers are among the arguments, in order.
         """
         given = self.given.copy()
         if memory is not None:
             base = memory.data_ptr()
-            given[: self.parts] = [base + 4 * start for start in starts]
+            for place, start in self._parts:
+                given[place] = base + start
         for place, tensor in zip(self._pointers, tensors, strict=True):
             given[place] = tensor.data_ptr()
         if scalars:
             given[self._scalars] = scalars
+        return given
 
-        def with_tensors() -> list[Any]:
-            found = given.copy()
-            for place, tensor in zip(self._pointers, tensors, strict=True):
-                found[place] = tensor
-            if memory is not None:
-                found[: self.parts] = [memory[start:] for start in starts]
-            return found
-
-        return given, with_tensors
+    def with_tensors(self, given: list[Any], memory: Tensor | None, tensors: Sequence[Tensor]) -> list[Any]:
+        """What `addresses` gave for the same, with tensors."""
+        found = given.copy()
+        for place, tensor in zip(self._pointers, tensors, strict=True):
+            found[place] = tensor
+        if memory is not None:
+            found[: len(self._starts)] = [memory[start:] for start in self._starts]
+        return found

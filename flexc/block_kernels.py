@@ -14,7 +14,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
@@ -45,7 +44,7 @@ from flexc.codegen.triton.plan import MAX_TOKENS
 from flexc.compile_log import BinaryLog, Compilation, record, refuse_if_forbidden
 from flexc.errors import UnsupportedError
 from flexc.ir.graph import Graph, inputs_of
-from flexc.map_making import MapSizes, is_capturing
+from flexc.map_making import MapSizes, is_capturing, is_numbered_gpu
 from flexc.pipeline import generator_digest, lines_of, text_without_lines
 from flexc.runtime.cache import cache_of
 from flexc.runtime.key import key_of
@@ -110,8 +109,11 @@ class DeviceMap:
         """The walk along "rows" or "columns": its kernel is launched at first need."""
         found = self._written.get(side)
         if found is None:
-            with _on(self.device):
+            if _is_current(self.device):
                 found = self._plan.written(side, self.device, self._tensors, self._scalars)
+            else:
+                with torch.cuda.device(self.device):
+                    found = self._plan.written(side, self.device, self._tensors, self._scalars)
             # What a graph that is being captured will write has not been written yet: others must not find it.
             if self._is_captured or not is_capturing():
                 self._written[side] = found
@@ -161,7 +163,7 @@ class DevicePlan:
     def map(self, tensors: Sequence[Tensor], scalars: Sequence[int | float]) -> DeviceMap:
         """The map of captured values, in the order of the graph."""
         device = self.device
-        if device.type == "cuda" and device.index is None:
+        if device.index is None and device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         return DeviceMap(self, device, tensors, scalars)
 
@@ -218,10 +220,9 @@ def compiled_for(graph: Graph, block: tuple[int, int], tensors: Sequence[Tensor]
     return _builder(graph, block, exact).compiled(tensors, title)
 
 
-def _on(device: torch.device) -> AbstractContextManager:
-    """Launches go to the current device."""
-    is_elsewhere = device.type == "cuda" and torch.cuda.current_device() != device.index
-    return torch.cuda.device(device) if is_elsewhere else nullcontext()
+def _is_current(device: torch.device) -> bool:
+    """Whether launches go to the device: they go to the current one."""
+    return not is_numbered_gpu(device) or torch.cuda.current_device() == device.index
 
 
 def compile_for(graph: Graph, block: tuple[int, int], capability: int, elements: Sequence[int] = (), exact: bool = False) -> CompiledModule:

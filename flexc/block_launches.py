@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -19,7 +19,7 @@ from flexc.block_arguments import Arguments, is_wide
 from flexc.block_tables import shared, table_of
 from flexc.codegen.triton.blocks import COUNTED, BlocksPlan, BlocksText
 from flexc.map_making import is_capturing, stream_of
-from flexc.runtime.triton_launch import Launcher
+from flexc.runtime.triton_launch import Launcher, OfKind
 from flexc.sparsity.walk import Walk
 
 Tensor = torch.Tensor
@@ -119,6 +119,14 @@ class WrittenWalk:
         return 4 * self.room.size
 
 
+class Prepared(NamedTuple):
+    """What stays the same between launches of one kernel on tensors of the same shapes."""
+
+    room: Room
+    arguments: Arguments
+    launch: OfKind
+
+
 @dataclass
 class Compiled:
     """A loaded module, its text, and which positions the mask reads."""
@@ -128,7 +136,7 @@ class Compiled:
     text: BlocksText
     reads: frozenset[str]
     _launchers: dict[str, Launcher] = field(default_factory=dict)
-    _prepared: dict[tuple, tuple[Room, Arguments]] = field(default_factory=dict)
+    _prepared: dict[tuple, Prepared] = field(default_factory=dict)
 
     def walk(
         self,
@@ -148,9 +156,8 @@ class Compiled:
             capacity: places of a block row for partial blocks and for full runs.
             exact: if "auto", a block row evaluates no more blocks than its share of MOST_PAIRS, and stops after MOST_IN_VAIN in vain.
         """
-        pointers = [*tensors]
-        for table in self.text.tables:
-            pointers += table_of(tensors[table.slot], table).tensors
+        stream = stream_of(device)
+        tables = [table_of(tensors[table.slot], table, stream) for table in self.text.tables]
         likeness = side, lengths, entries, device, capacity, exact, tuple([(t.shape, t.stride()) for t in tensors])
         if scalars:
             likeness += tuple(map(type, scalars)), tuple(map(is_wide, scalars))
@@ -158,12 +165,14 @@ class Compiled:
         if found is None:
             if len(self._prepared) >= _MOST_PREPARED:
                 self._prepared.clear()
-            found = self._prepared[likeness] = self._prepare(side, lengths, entries, tensors, scalars, device, capacity, exact)
-        room, arguments = found
+            found = self._prepared[likeness] = self._prepare(side, lengths, entries, tensors, tables, scalars, device, capacity, exact)
+        room, arguments, launch = found
         memory = torch.empty(room.size, dtype=torch.int32, device=device)
-        turn = _turn(device) if room.is_ordered else memory
-        given = arguments.filled(memory, room.starts, [turn, *pointers], scalars)
-        self._launcher(f"{side}_kernel")((room.rows,), arguments.kind, device.index, *given)
+        pointers = [_turn(device, stream) if room.is_ordered else memory, *tensors]
+        for table in tables:
+            pointers += table.tensors
+        given = arguments.addresses(memory, pointers, scalars)
+        launch((room.rows, 1), device.index, given, partial(arguments.with_tensors, given, memory, pointers))
         written = WrittenWalk(room, memory)
         if not room.is_ordered:
             _write_order(written)
@@ -175,31 +184,31 @@ class Compiled:
         lengths: tuple[int, int],
         entries: tuple[int, int],
         tensors: Sequence[Tensor],
+        tables: Sequence[Any],
         scalars: Sequence[int | float],
         device: torch.device,
         capacity: tuple[int | None, int | None],
         exact: Exact,
-    ) -> tuple[Room, Arguments]:
+    ) -> Prepared:
         blocks = [-(-length // size) for length, size in zip(lengths, self.plan.block)]
         own, other = blocks if side == "rows" else blocks[::-1]
         room = Room.of(entries, own, other, capacity)
         share = MOST_PAIRS // (math.prod(self.plan.block) * room.rows)
         limits = (share, MOST_IN_VAIN[own > _FEW_ROWS]) if exact == "auto" else (_ALL, _ALL)
-        made = Arguments(device, parts=len(room.starts))
+        made = Arguments(device, room.starts)
         made.pointer(torch.int32)
         for tensor in tensors:
             made.pointer(tensor.dtype)
             made.numbers(tensor.shape)
             made.numbers(tensor.stride())
         made.scalars(scalars)
-        for table in self.text.tables:
-            found = table_of(tensors[table.slot], table)
+        for table, found in zip(self.text.tables, tables, strict=True):
             made.pointer(found.lo.dtype)
             made.pointer(found.hi.dtype)
             made.numbers(found.lo.stride()[:-1] if len(table.dims) == 1 else (*found.lo.stride(), *found.spans))
         made.numbers((*lengths, entries[1], own, other, room.listed, room.runs, *limits, int(room.is_ordered)))
         made.constant(is_coarse(other))
-        return room, made
+        return Prepared(room, made, self._launcher(f"{side}_kernel").of_kind(made.kind))
 
     def _launcher(self, name: str) -> Launcher:
         found = self._launchers.get(name)
@@ -211,14 +220,14 @@ class Compiled:
 _turns: dict[tuple[torch.device, int], Tensor] = {}
 
 
-def _turn(device: torch.device) -> Tensor:
+def _turn(device: torch.device, stream: int) -> Tensor:
     """The number by which programs of one launch know which of them ends last: 0 between launches, which follow each other in a stream.
 
     A graph that is captured has its own, set to 0 at every replay: it may be replayed in any stream.
     """
     if is_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
-    key = device, stream_of(device)
+    key = device, stream
     found = _turns.get(key)
     if found is None:
         found = _turns[key] = torch.zeros(1, dtype=torch.int32, device=device)
@@ -241,7 +250,7 @@ def _write_order(written: WrittenWalk) -> None:
         source, begin, stride = memory, counted, len(COUNTED)
     given = [source.data_ptr() + 4 * begin, stride, memory.data_ptr() + 4 * order, room.own]
     index = memory.device.index
-    shared().order((-(-room.own // 64),), index, index, given, lambda: [source[begin:], stride, memory[order:], room.own])
+    shared().order.of_kind(index)((-(-room.own // 64), 1), index, given, lambda: [source[begin:], stride, memory[order:], room.own])
 
 
 def is_coarse(blocks: int) -> bool:

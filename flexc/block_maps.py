@@ -71,17 +71,17 @@ def block_map(
     alone = ready.alone
     tensors = [binding.tensors[slot] for slot in alone.tensor_slots]
     scalars = [binding.scalars[slot] for slot in alone.scalar_slots]
-    check = settings.current().check
-    maker = ready.maker((q_len, kv_len, batch, heads, block, device), tensors)
+    now = settings.current()
+    maker = ready.maker((q_len, kv_len, batch, heads, block, device), tensors, now.device_maps)
     where = maker.device
-    tensors = [t if t.device == where else number_on(t, where) if t.dim() == 0 else t for t in tensors]
-    if check:
+    tensors = [(t if t.device == where or t.dim() else number_on(t, where)).detach() for t in tensors]
+    if now.check:
         verify_facts(tensors, [spec.name for spec in alone.graph.tensors])
         sizes = maker.sizes
         if alone.graph.mask is not None and sizes.q_len and sizes.kv_len:
             shapes = Shapes(sizes.batch, sizes.heads, sizes.heads, sizes.q_len, sizes.kv_len, 1, 1, torch.float32)
             check_indices(alone.graph, shapes, tensors, scalars, where)
-    made = maker.map([t.detach() for t in tensors], scalars)
+    made = maker.map(tensors, scalars)
     made.make_rows()  # of the present contents
     return made
 
@@ -102,17 +102,18 @@ class _Prepared:
     reads: frozenset[str]
     makers: dict[tuple, MapMaker] = field(default_factory=dict)
 
-    def maker(self, asked: tuple, tensors: Sequence[Tensor]) -> MapMaker:
+    def maker(self, asked: tuple, tensors: Sequence[Tensor], by_kernels: bool) -> MapMaker:
         """What makes the map of a call: found once, as to look at arguments takes longer than to launch the kernels.
 
         Args:
             asked: q_len, kv_len, batch, heads, block and device, as the user gave them.
+            by_kernels: what FLEXC_DEVICE_MAPS says.
         """
         block = asked[4]
         flat = (*asked, *block) if isinstance(block, tuple) else asked
         sizes = tuple([(t.shape, t.device, is_declared_sorted(t)) for t in tensors])
         # 1 == True == 1.0: what was checked holds for arguments of the same types.
-        key = flat, tuple(map(type, flat)), sizes, settings.current().device_maps, map_making.KERNEL_DEVICES
+        key = flat, tuple(map(type, flat)), sizes, by_kernels, map_making.KERNEL_DEVICES
         try:
             found = self.makers.get(key)
         except TypeError:  # a list, say

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -12,7 +12,6 @@ import torch
 
 from flexc.block_arguments import Arguments
 from flexc.codegen.triton.blocks_program import Table
-from flexc.map_making import stream_of
 from flexc.runtime.triton_launch import Launcher
 from flexc.sparsity.facts import Cells, SparseTable
 from flexc.sparsity.table_cache import TABLES
@@ -73,13 +72,24 @@ ORDER_LAUNCH = "order_kernel", (["int32"], 1, ["int32"], 1), {"num_warps": 4, "n
 """That of every map of many block rows, as `runtime.triton_ahead.KernelsJob` has it."""
 
 
-def table_of(tensor: Tensor, table: Table) -> Any:
-    """Kept for as long as the tensor is unchanged. Other streams do not wait for this one and have tables of their own."""
-    is_sparse = len(table.dims) == 1
-    kind = (SparseTable if is_sparse else Cells, *table.dims, table.cell, stream_of(tensor.device))
-    return TABLES.get(
-        tensor, kind, lambda: sparse_table(tensor, table.dims[0], table.cell) if is_sparse else Cells.of(tensor, table.dims, table.cell)
-    )
+def table_of(tensor: Tensor, table: Table, stream: int) -> Any:
+    """Kept, and written anew in its place once the tensor has changed.
+
+    Args:
+        stream: the current one. Other streams do not wait for it and have tables of their own.
+    """
+    dims, cell = table.dims, table.cell
+    if len(dims) != 1:
+        return TABLES.get(tensor, (Cells, *dims, cell, stream), lambda: Cells.of(tensor, dims, cell))
+    kind = SparseTable, dims[0], cell, stream
+    return TABLES.get(tensor, kind, lambda: sparse_table(tensor, dims[0], cell), partial(_written_anew, tensor))
+
+
+def _written_anew(tensor: Tensor, made: KernelTable | SparseTable) -> bool:
+    if isinstance(made, SparseTable):
+        return False
+    made.write(tensor)
+    return True
 
 
 class _Launch(NamedTuple):
@@ -87,11 +97,12 @@ class _Launch(NamedTuple):
 
     Attributes:
         kernel: of `Shared`.
+        grid: programs along x and y.
         reads: whether it takes the tensor, before the two ends of the table.
     """
 
     kernel: str
-    grid: tuple[int, ...]
+    grid: tuple[int, int]
     arguments: Arguments
     reads: bool
 
@@ -138,11 +149,11 @@ class _Shape(NamedTuple):
             return given
 
         if made.is_at_once:
-            launches = [_Launch("table", (rows,), arguments(True, (rows, cells, levels, cell), (made.width, made.lanes)), True)]
+            launches = [_Launch("table", (rows, 1), arguments(True, (rows, cells, levels, cell), (made.width, made.lanes)), True)]
         else:
             launches = [_Launch("cells", (-(-cells // made.lanes), rows), arguments(True, (cells, cell), (made.width, made.lanes)), True)]
             above = "levels" if made.is_long else "few_levels"
-            launches.append(_Launch(above, (rows,), arguments(False, (rows, cells, levels), (made.level_lanes,)), False))
+            launches.append(_Launch(above, (rows, 1), arguments(False, (rows, cells, levels), (made.level_lanes,)), False))
         return _Shape((2, levels, *others, cells), end, is_plain, tuple(launches))
 
 
@@ -189,17 +200,41 @@ def table_launches(tensor: Tensor, table: Table) -> list[tuple[str, tuple, dict[
     ]
 
 
-def sparse_table(tensor: Tensor, dim: int, cell: int) -> SparseTable:
+class KernelTable:
+    """What `SparseTable` holds, for tensors of one shape, written by kernels as often as the contents change.
+
+    Attributes:
+        lo, hi: as those of a `SparseTable`.
+    """
+
+    def __init__(self, known: _Shape, dim: int, device: torch.device):
+        self.lo, self.hi = self.tensors = torch.empty(known.size, dtype=known.dtype, device=device).unbind(0)
+        self._dim, self._index, self._is_plain = dim, device.index, known.is_plain
+        self._launches = []
+        for name, grid, arguments, reads in known.launches:
+            given = arguments.addresses(None, (self.lo, *self.tensors) if reads else self.tensors)
+            self._launches.append((getattr(shared(), name).of_kind(arguments.kind), grid, arguments, given[1:] if reads else given, reads))
+
+    def write(self, tensor: Tensor) -> None:
+        """Launch what fills the table with the extremes of a tensor."""
+        x = tensor if self._is_plain else _as_rows(tensor, self._dim)
+        for launch, grid, arguments, others, reads in self._launches:
+            given = [x.data_ptr(), *others] if reads else others
+            launch(grid, self._index, given, partial(self._with_tensors, arguments, given, x if reads else None))
+
+    def _with_tensors(self, arguments: Arguments, given: list[Any], read: Tensor | None) -> list[Any]:
+        return arguments.with_tensors(given, None, self.tensors if read is None else (read, *self.tensors))
+
+
+def sparse_table(tensor: Tensor, dim: int, cell: int) -> KernelTable | SparseTable:
     """`SparseTable.of` by one kernel, by two for long tensors, whatever the number of levels."""
     device = tensor.device
     known = _Shape.of(tensor.shape, tensor.stride(), tensor.dtype, dim, cell, device)
     if known is None:
         return SparseTable.of(tensor, [dim], cell)
-    x, kernels = tensor if known.is_plain else _as_rows(tensor, dim), shared()
-    lo, hi = torch.empty(known.size, dtype=known.dtype, device=device).unbind(0)
-    for name, grid, arguments, reads in known.launches:
-        getattr(kernels, name)(grid, arguments.kind, device.index, *arguments.filled(None, (), (x, lo, hi) if reads else (lo, hi)))
-    return SparseTable(dim, cell, lo, hi)
+    made = KernelTable(known, dim, device)
+    made.write(tensor)
+    return made
 
 
 def _as_rows(tensor: Tensor, dim: int) -> Tensor:

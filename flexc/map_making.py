@@ -92,9 +92,10 @@ class MapMaker:
         """
         sizes = self.sizes
         if self.plan is not None:
-            assert self.graph.mask is not None
+            mask = self.graph.mask
+            assert mask is not None
             tensors, scalars = tuple(tensors), tuple(scalars)
-            tokens = TokenMask(self.graph.mask, sizes.q_len, sizes.kv_len, sizes.block, tensors, scalars, self.device, self.graph)
+            tokens = TokenMask(mask, sizes.q_len, sizes.kv_len, sizes.block, tensors, scalars, self.device, self.graph)
             return BlockMap.of_walks(_KernelMap(self, tensors, scalars), sizes.batch, sizes.heads, tokens)
         _refuse_waiting(self.device, self.why)
         captured = {"tensors": tensors, "scalars": scalars, "device": self.device}
@@ -184,9 +185,15 @@ def number_on(number: Tensor, device: torch.device) -> Tensor:
     return torch.full((), number.item(), dtype=number.dtype, device=device)
 
 
+@cache
+def is_numbered_gpu(device: torch.device) -> bool:
+    """Whether it is one GPU, not whichever is current. Remembered, as PyTorch makes the text of a device's type anew at each look."""
+    return device.type == "cuda" and device.index is not None
+
+
 def stream_of(device: torch.device) -> int:
     """Which stream of the device is current; 0 elsewhere."""
-    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" and device.index is not None else 0
+    return torch._C._cuda_getCurrentRawStream(device.index) if is_numbered_gpu(device) else 0
 
 
 def is_capturing() -> bool:

@@ -342,6 +342,32 @@ def tables() -> None:
     block_tables._Shape.of.cache_clear()
 
 
+def tables_that_are_written_anew() -> None:
+    """In the same memory, again and again, with what the tensor then holds."""
+    from flexc.codegen.triton.blocks_program import Table
+    from flexc.sparsity.facts import SparseTable
+
+    draws = [
+        lambda: torch.randint(-50, 50, (1000,)), lambda: torch.rand(2, 5, 64) < 0.5, lambda: torch.randn(700).half(),
+        lambda: torch.randn(2, 600)[:, ::2], lambda: torch.randint(0, 99, (3, 300), dtype=torch.int32),
+    ]  # fmt: skip
+    for most in (2**14, 0):
+        block_tables._AT_ONCE = most
+        block_tables._Shape.of.cache_clear()
+        for draw in draws:
+            tensor, seen = draw().to(DEVICE), []
+            dim = tensor.dim() - 1
+            for _ in range(3):
+                tensor.copy_(draw().roll(len(seen), dim))
+                made = block_tables.table_of(tensor, Table(0, (dim,), 8, "t", str(tensor.dtype).removeprefix("torch.")), 0)
+                expected = SparseTable.of(tensor, [dim], 8)
+                assert torch.equal(made.lo, expected.lo) and torch.equal(made.hi, expected.hi), (tensor.shape, tensor.dtype)
+                seen.append(made)
+            assert seen[0] is seen[1] is seen[2]
+    block_tables._AT_ONCE = 2**14
+    block_tables._Shape.of.cache_clear()
+
+
 def attention_on_maps_made_by_kernels() -> None:
     """Forward and backward walk them, and maps follow tensors that are written to."""
     map_making.KERNEL_DEVICES = frozenset([DEVICE.type])

@@ -11,10 +11,12 @@ import torch
 import flexc
 from flexc import block_kernels, block_launches, block_tables, map_making
 from flexc.codegen.triton.blocks import plan_blocks
+from flexc.codegen.triton.blocks_program import Table
 from flexc.errors import UnsupportedError
 from flexc.ir.graph import FLOAT32, INT64, Graph, Node, ScalarInput, scalar
 from flexc.ir.ops import cast
 from flexc.map_making import MapSizes
+from flexc.runtime.triton_launch import OfKind
 from tests import block_map_cases
 from tests.block_map_cases import CASES, failure_of
 from tests.contract.interpreter import interpreting_workers
@@ -47,7 +49,7 @@ def test_walks_of_random_masks_agree_with_brute_force(failures):
 
 
 PROMISES = """
-    overflow run_time_numbers_compile_nothing rows_of_very_many_blocks tables attention_on_maps_made_by_kernels
+    overflow run_time_numbers_compile_nothing rows_of_very_many_blocks tables tables_that_are_written_anew attention_on_maps_made_by_kernels
     views_of_maps_made_by_kernels columns_of_rows_that_are_old masks_without_a_kernel closer_looks_are_limited
 """.split()
 
@@ -98,7 +100,7 @@ class Launches:
 
         class Kernel:
             def __getitem__(self, grid):
-                return lambda *arguments, **options: launches.made.append((name, grid))
+                return lambda *arguments, **options: launches.made.append((name, arguments))
 
         return Kernel()
 
@@ -175,6 +177,75 @@ def test_the_table_of_a_short_tensor_is_made_by_one_launch(monkeypatch):
         tensor = torch.empty((3, length), dtype=torch.int32, device="meta")
         assert block_tables.sparse_table(tensor, 1, cell).lo.shape == ((-(-length // cell)).bit_length(), 3, -(-length // cell))
         assert launches.take() == names, (length, cell)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "dim", "names"),
+    [
+        ((300,), torch.int32, 0, ["table_kernel"]),
+        ((3, 2**15), torch.float32, 1, ["cells_kernel", "levels_kernel"]),
+        ((2, 3, 40), torch.bool, 2, ["table_kernel"]),  # copied into rows for the kernel
+    ],
+    ids=["short", "long", "copied"],
+)
+def test_a_table_is_written_anew_where_it_lies(shape, dtype, dim, names, monkeypatch):
+    """From where the tensor lies by then. Each stream has its own: what another one launched may not have read it yet."""
+    launches, stream = Launches(), 1
+    monkeypatch.setattr(block_tables, "_loaded", [block_tables.Shared(launches)])
+    tensor, table = torch.zeros(shape, dtype=dtype), Table(0, (dim,), 1, "t", str(dtype).removeprefix("torch."))
+
+    def launched() -> tuple[object, list[str], int, tuple]:
+        """The table, what was launched, the address that was read, and those that were written."""
+        found, made = block_tables.table_of(tensor, table, stream), launches.made.copy()
+        ends = {tuple(x.data_ptr() for x in arguments if isinstance(x, torch.Tensor))[-2:] for _, arguments in made}
+        return found, launches.take(), made[0][1][0].data_ptr() if made else 0, *ends
+
+    first, found, address, ends = launched()
+    assert found == names and ends == (first.lo.data_ptr(), first.hi.data_ptr())
+    assert launched() == (first, [], 0)
+    for _ in range(2):
+        tensor.add_(1) if dtype != torch.bool else tensor.logical_not_()
+        assert launched()[::3] == (first, ends)
+    kept = tensor.untyped_storage()
+    tensor.resize_(2**22).resize_(shape)
+    assert tensor.untyped_storage() is kept
+    again = launched()
+    assert again[:2] == (first, names) and again[3] == ends and (dim == 2 or again[2] == tensor.data_ptr() != address)
+    stream = 2
+    second, found, _, others = launched()
+    assert second is not first and found == names and not {*ends} & {*others}
+    stream = 1
+    assert launched() == (first, [], 0)
+
+
+def test_addresses_are_those_of_the_tensors_that_triton_is_given(monkeypatch):
+    """At the first launch and at those that are made again, for tensors and tables that have moved meanwhile."""
+    launches, seen = Launches(), []
+
+    def record(self, grid, device, arguments, tensors):
+        with_tensors = tensors()
+        assert len(with_tensors) == len(arguments)
+        for given, expected in zip(arguments, with_tensors):
+            is_pointer = isinstance(expected, torch.Tensor)
+            assert given == (expected.data_ptr() if is_pointer else expected)
+        seen.append(sum(isinstance(each, torch.Tensor) for each in with_tensors))
+
+    monkeypatch.setattr(block_kernels, "load_module", lambda text, path: launches)
+    monkeypatch.setattr(block_kernels, "_builders", OrderedDict())
+    monkeypatch.setattr(block_tables, "_loaded", [block_tables.Shared(launches)])
+    monkeypatch.setattr(OfKind, "__call__", record)
+    kept = []
+    for number in range(3):
+        ids, ends = torch.arange(2**15) // 100, torch.arange(7) * number
+        kept += [ids, ends]
+        documents = op("eq", read(0, ids, q_idx), read(0, ids, kv_idx))
+        graph = graph_of(both(documents, op("lt", kv_idx, read(1, ends, batch))), (ids, ends))
+        for _ in range(2):
+            build(graph, 2**15, 2**15, (ids, ends)).row_walk()
+            ids.add_(1)
+        ids.resize_(2**22).resize_(2**15)
+        build(graph, 2**15, 2**15, (ids, ends)).row_walk()
+    assert seen == [3, 2, 10, 2] * 9  # cells, levels, rows, their order
 
 
 def test_cells_of_a_table_are_as_long_as_blocks_where_blocks_begin_and_end_with_them():
@@ -263,7 +334,7 @@ def test_integers_that_need_64_bits_are_arguments_of_another_kind(monkeypatch):
         plan.map((), (0.5, number)).row_walk()
         (compiled,) = next(iter(block_kernels._builders.values()))._by_plan.values()
         kinds.append(len(compiled._prepared))
-    assert kinds == [1, 1, 2] and len({arguments.kind for _, arguments in compiled._prepared.values()}) == 2
+    assert kinds == [1, 1, 2] and len({prepared.arguments.kind for prepared in compiled._prepared.values()}) == 2
 
 
 @pytest.mark.slow

@@ -99,10 +99,11 @@ def test_launch_that_is_made_again_goes_there_too(current):
 
 
 def test_block_maps_are_written_on_the_device_of_the_mask(current):
+    plan = types.SimpleNamespace(shape=(1, 1, 1, 1), written=lambda side, device, *given: (side, device.index, current.index))
     for index in (0, 1):
-        with block_kernels._on(torch.device("cuda", index)):
-            assert current.index == index
-    assert stream_of(SECOND) == 101
+        made = block_kernels.DeviceMap(plan, torch.device("cuda", index), (), ())
+        assert made.written("rows") == ("rows", index, index) and made.has("rows")
+    assert current.index == 0 and stream_of(SECOND) == 101
 
 
 def test_what_is_kept_is_kept_by_device(current, monkeypatch):

@@ -13,7 +13,7 @@ class Launcher:
     """One kernel of a generated module.
 
     Triton looks at every argument of every launch to find the binary that fits, which costs more than the launch itself. A caller that
-    knows of what `kind` its arguments are has each binary looked for once.
+    knows of what kind its arguments are has each binary looked for once.
 
     Args:
         module: with `LAUNCH`: kernel name → (num_warps, num_stages).
@@ -25,26 +25,48 @@ class Launcher:
         warps, stages = module.LAUNCH[name]
         self.kernel = getattr(module, name)
         self.options = {"num_warps": warps, "num_stages": stages, **options}
-        self._launches: dict[Hashable, tuple[Callable[..., None], Any, tuple]] = {}
+        self._of_kinds: dict[Hashable, OfKind] = {}
 
-    def __call__(self, grid: tuple[int, ...], kind: Hashable, device: int, arguments: Sequence[Any], tensors: Callable[[], Sequence[Any]]):
-        """Launch on the current stream of a CUDA device, which is the current one.
+    def of_kind(self, kind: Hashable) -> OfKind:
+        """What launches the kernel on arguments of one kind, which a caller may keep.
 
         Args:
             kind: equal for arguments that Triton tells apart in nothing: the device, dtypes of tensors and their alignment where the
                 kernel looks at it, integers that fit into 32 bits or do not, types of other numbers, values of constants.
-            arguments: of the kernel in its order, with addresses in place of tensors.
-            tensors: the same with tensors, for a launch that Triton itself makes: the first of a kind, and all that a profiler looks at.
         """
-        found = self._launches.get(kind)
-        if found is None or _is_watched():
-            binary = self.kernel[grid](*tensors(), **self.options)
+        found = self._of_kinds.get(kind)
+        if found is None:
+            found = self._of_kinds.setdefault(kind, OfKind(self.kernel, self.options))
+        return found
+
+
+class OfKind:
+    """Launches of one kernel on arguments of one kind. Made by `Launcher.of_kind`."""
+
+    __slots__ = ("_fixed", "_kernel", "_launch", "_options")
+
+    def __init__(self, kernel: Any, options: dict[str, int]):
+        self._kernel, self._options = kernel, options
+        self._launch: Callable[..., None] | None = None
+        self._fixed: tuple = ()
+
+    def __call__(self, grid: tuple[int, int], device: int, arguments: Sequence[Any], tensors: Callable[[], Sequence[Any]]) -> None:
+        """Launch on the current stream of a CUDA device, which is the current one.
+
+        Args:
+            grid: programs along x and y.
+            arguments: of the kernel in its order, with addresses in place of tensors.
+            tensors: the same with tensors, for a launch that Triton itself makes: the first one, and all that a profiler looks at.
+        """
+        launch = self._launch
+        if launch is None or _is_watched():
+            binary = self._kernel[grid](*tensors(), **self._options)
             if binary is not None:  # Triton's interpreter has none
-                self._launches[kind] = _launch_of(binary)
+                launch, function, settings = _launch_of(binary)
+                self._fixed = (function, *settings, None, None, None)
+                self._launch = launch  # last: other threads look at it first
             return
-        launch, function, settings = found
-        x, y = grid if len(grid) == 2 else (grid[0], 1)
-        launch(x, y, 1, torch._C._cuda_getCurrentRawStream(device), function, *settings, None, None, None, *arguments)
+        launch(*grid, 1, torch._C._cuda_getCurrentRawStream(device), *self._fixed, *arguments)
 
 
 def _launch_of(binary: Any) -> tuple[Callable[..., None], Any, tuple]:

@@ -7,7 +7,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -36,17 +36,28 @@ class TableCache:
     _kept: OrderedDict[Hashable, _Kept] = field(default_factory=OrderedDict)
     _lock: threading.RLock = field(default_factory=threading.RLock)  # garbage collection may call `_forget` at any point
 
-    def get(self, tensor: Tensor, kind: tuple, make: Callable[[], Any]) -> Any:
-        """The table of this kind, made at first need. It has `tensors`."""
+    def get(self, tensor: Tensor, kind: tuple, make: Callable[[], Any], again: Callable[[Any], bool] | None = None) -> Any:
+        """The table of this kind, made at first need. It has `tensors`.
+
+        Args:
+            again: writes a table of what the tensor held before anew, in the table's own memory; says whether it did. Whoever was given
+                the table must be done with it by then, as kernels are that were launched before on the same stream.
+        """
         if tensor.is_inference() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
             return make()
         storage, version = tensor.untyped_storage(), (tensor._version, tensor.data_ptr())
         key = place_of(tensor), kind
         with self._lock:
             kept = self._kept.get(key)
-            if kept is not None and kept.version == version and kept.storage() is storage:
+            if kept is not None and kept.storage() is storage:
                 self._kept.move_to_end(key)
-                return kept.table
+                if kept.version == version:
+                    return kept.table
+            else:
+                kept = None
+        if kept is not None and again is not None and again(kept.table):
+            kept.version = version  # last: whoever sees it launches what reads the table after what writes it
+            return kept.table
         table = make()
         made = _Kept(weakref.ref(storage, lambda _: self._forget(key)), version, table, sum([t.nbytes for t in table.tensors]))
         with self._lock:
@@ -71,7 +82,8 @@ class TableCache:
                 self._bytes -= kept.size_bytes
 
 
-class _Kept(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Kept:
     storage: weakref.ref
     version: tuple[int, int]
     table: Any

@@ -42,8 +42,8 @@ def launcher_of(kernel, **options):
 def test_each_kind_is_looked_at_once(kernel):
     launch = launcher_of(kernel, num_warps=8)
     for kind, address in (("a", 1), ("a", 2), ("b", 3), ("a", 4)):
-        launch((5,), kind, 1, [address, 7], lambda: ["tensor", 7])
-    assert kernel.through_triton == [((5,), ("tensor", 7), {"num_warps": 8, "num_stages": 2})] * 2
+        launch.of_kind(kind)((5, 1), 1, [address, 7], lambda: ["tensor", 7])
+    assert kernel.through_triton == [((5, 1), ("tensor", 7), {"num_warps": 8, "num_stages": 2})] * 2
     assert kernel.direct == [(1, (5, 1, 1, 101, "f", "m", None, None, None, address, 7)) for address in (2, 4)]
 
 
@@ -68,25 +68,25 @@ def test_the_function_in_c_is_called_where_no_memory_is_needed(scratch, is_direc
 
 def test_grids_of_two_dimensions(kernel):
     launch = launcher_of(kernel)
-    launch((5, 6), "a", 0, [1], lambda: ["tensor"])
-    launch((5, 6), "a", 0, [1], lambda: ["tensor"])
+    launch.of_kind("a")((5, 6), 0, [1], lambda: ["tensor"])
+    launch.of_kind("a")((5, 6), 0, [1], lambda: ["tensor"])
     assert kernel.direct[0][1][:4] == (5, 6, 1, 100)
 
 
 def test_a_profiler_sees_every_launch(kernel):
     launch = launcher_of(kernel)
-    launch((5,), "a", 0, [1], lambda: ["tensor"])
+    launch.of_kind("a")((5, 1), 0, [1], lambda: ["tensor"])
     kernel.hooks.launch_exit_hook.calls.append(print)
-    launch((5,), "a", 0, [1], lambda: ["tensor"])
+    launch.of_kind("a")((5, 1), 0, [1], lambda: ["tensor"])
     kernel.hooks.launch_exit_hook, kernel.hooks.launch_enter_hook = None, print
-    launch((5,), "a", 0, [1], lambda: ["tensor"])
+    launch.of_kind("a")((5, 1), 0, [1], lambda: ["tensor"])
     assert len(kernel.through_triton) == 3 and not kernel.direct
 
 
 def test_the_interpreter_has_no_binaries(kernel):
     launches = []
-    interpreted = SimpleNamespace(LAUNCH={"k": (1, 1)}, k={(5,): lambda *arguments, **options: launches.append(arguments)})
+    interpreted = SimpleNamespace(LAUNCH={"k": (1, 1)}, k={(5, 1): lambda *arguments, **options: launches.append(arguments)})
     launch = Launcher(interpreted, "k")
     for _ in range(2):
-        launch((5,), "a", 0, [1], lambda: ["tensor"])
+        launch.of_kind("a")((5, 1), 0, [1], lambda: ["tensor"])
     assert launches == [("tensor",)] * 2

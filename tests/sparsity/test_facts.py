@@ -12,7 +12,7 @@ from flexc.errors import InputError
 from flexc.ir.graph import Node
 from flexc.ir.interval import Interval
 from flexc.ir.ops import apply
-from flexc.sparsity import facts, statements
+from flexc.sparsity import facts, statements, table_cache
 from flexc.sparsity.facts import Facts
 from flexc.sparsity.statements import declare_sorted, is_declared_sorted, verify_facts
 from flexc.sparsity.table_cache import TableCache
@@ -164,6 +164,56 @@ def test_a_tensor_written_to_gets_a_new_table():
     assert len(facts.TABLES._kept) == 1
 
 
+def test_a_table_is_written_anew_in_its_own_memory_after_every_write():
+    tensor, cache, written = torch.zeros(100), TableCache(), []
+    again = lambda table: written.append(table) or True
+    first = cache.get(tensor, ("x",), Table, again)
+    assert cache.get(tensor, ("x",), Table, again) is first and not written
+    tensor.add_(1)
+    assert cache.get(tensor, ("x",), Table, again) is first and written == [first]
+    assert cache.get(tensor.detach(), ("x",), Table, again) is first and written == [first]
+    tensor.resize_(2**20).resize_(100)  # the same storage with other memory
+    assert cache.get(tensor, ("x",), Table, again) is first and written == [first] * 2
+    for other in (("y",), tensor), (("x",), tensor.clone()), (("x",), tensor[1:]), (("x",), tensor.view(10, 10)):
+        assert cache.get(other[1], other[0], Table, again) is not first
+    assert written == [first] * 2
+    tensor.add_(1)
+    second = cache.get(tensor, ("x",), Table, lambda table: False)
+    assert second is not first and cache.get(tensor, ("x",), Table, again) is second
+    assert cache._bytes == sum(kept.size_bytes for kept in cache._kept.values())
+
+
+def test_the_table_of_another_tensor_is_never_written(monkeypatch):
+    """Not even where a storage has the place in memory that another one had before."""
+    monkeypatch.setattr(table_cache, "place_of", lambda tensor: 0)
+    cache, first, second = TableCache(), torch.zeros(100), torch.zeros(100)
+    table = cache.get(first, ("x",), Table)
+    assert cache.get(second, ("x",), Table, lambda table: pytest.fail("written")) is not table
+
+
+def test_no_table_counts_as_written_before_it_is():
+    """Another thread that looks meanwhile, and whoever comes after an error, write it, too."""
+    tensor, cache, written = torch.zeros(100), TableCache(), []
+    first = cache.get(tensor, ("x",), Table)
+    tensor.add_(1)
+
+    def again(table: Table) -> bool:
+        written.append(table)
+        if len(written) == 1:
+            assert cache.get(tensor, ("x",), Table, again) is first
+            raise RuntimeError("no launch")
+        if len(written) == 3:
+            tensor.add_(1)  # too late to be sure that it is seen
+        return True
+
+    with pytest.raises(RuntimeError, match="no launch"):
+        cache.get(tensor, ("x",), Table, again)
+    assert len(written) == 2, "by the one that came between"
+    tensor.add_(1)
+    for count in (3, 4, 4):
+        assert cache.get(tensor, ("x",), Table, again) is first and len(written) == count
+
+
 def test_tables_go_with_their_tensors():
     cache = TableCache()
     tensor = torch.randn(100)
@@ -181,7 +231,8 @@ def test_tables_of_inference_tensors_are_not_kept():
     with torch.inference_mode():
         tensor = torch.arange(100)
     cache = TableCache()
-    assert cache.get(tensor, ("x",), Table) is not cache.get(tensor, ("x",), Table)
+    again = lambda table: True
+    assert cache.get(tensor, ("x",), Table, again) is not cache.get(tensor, ("x",), Table, again)
 
 
 def test_the_oldest_tables_are_dropped():
