@@ -422,6 +422,17 @@ def softmax_step(scores, shifts, maximum, total, correction, outer, may_be_empty
 
 
 @cute.jit
+def weigh_before(total):
+    """All weights before what has an effect and follows, such as the wait for a product.
+
+    Otherwise ptxas moves most of their powers behind that wait. Sums of weights are not negative, so nobody sleeps.
+    """
+    cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.lt.f32 p, {$r0}, 0f00000000; @p nanosleep.u32 1; }", read_only_args=[Float32(total[0] + total[1])]
+    )
+
+
+@cute.jit
 def bounded_softmax_step(scores, total, outer, shift: cutlass.Constexpr, polynomial: cutlass.Constexpr):
     """Softmax of one block whose scores are proved to lie near `shift`: no maximum is needed, and earlier weights never shrink."""
     for half in cutlass.range_constexpr(2):

@@ -46,6 +46,8 @@ class Tile:
             with those of queries, or are truth values, by votes of a warp.
         eager: the next tile's first product starts before this one's output is stored: its queries and first keys come early, and a warp of
             its own finds out which tile it is. For "static" without a mask and "dynamic" with one, and an output with memory of its own.
+        pinned: weights are worked out before the wait for the output. ptxas moves most of their powers behind it, which is better, except
+            where other statements of a score wait with them.
     """
 
     rows: int
@@ -56,11 +58,12 @@ class Tile:
     cluster: int = 1
     votes: bool = False
     eager: bool = False
+    pinned: bool = False
 
     def __str__(self) -> str:
         turns, cluster = ", turns" if self.turns else "", f", clusters of {self.cluster}" if self.cluster > 1 else ""
-        votes, eager = ", votes" if self.votes else "", ", eager" if self.eager else ""
-        return f"{self.rows}x{self.columns}, {self.stages} stages{turns}, {self.scheduler}{cluster}{votes}{eager}"
+        options = "".join(f", {name}" for name in ("votes", "eager", "pinned") if getattr(self, name))
+        return f"{self.rows}x{self.columns}, {self.stages} stages{turns}, {self.scheduler}{cluster}{options}"
 
     @property
     def groups(self) -> int:
@@ -153,7 +156,7 @@ _TILES: dict[tuple[int, int], tuple[_Sizes, _Sizes, _Sizes]] = {
     (64, 64): (((192, 128), (128, 192), (128, 128)), ((192, 128), (128, 128), (128, 64)), ((128, 128), (192, 112), (128, 64))),
     (96, 96): (((128, 192), (128, 128)), ((128, 128), (128, 160)), ((128, 128), (128, 64))),
     (128, 128): (((128, 160), (128, 176), (128, 128)), ((128, 128), (128, 160), (128, 64)), ((128, 128), (128, 144), (128, 64))),
-    (192, 128): (((128, 112), (128, 128), (128, 96)), ((128, 112), (128, 96), (128, 64)), ((128, 112), (128, 96), (128, 64))),
+    (192, 128): (((128, 128), (128, 112), (128, 96)), ((128, 112), (128, 96), (128, 64)), ((128, 112), (128, 96), (128, 64))),
     (192, 192): (((128, 112), (128, 96)), ((128, 96), (128, 64)), ((128, 96), (128, 64))),
     (256, 256): (((128, 80), (128, 64)), ((128, 64),), ((128, 64),)),
 }
@@ -206,7 +209,10 @@ def candidates(graph: Graph, target: Target, padded_dim: int, padded_dim_v: int,
             continue
         # A tile that waits until its queries' memory is free again gains nothing from being known before.
         scheduler = "static" if not has_mask else "dynamic" if out_buffer == "own" else "grid"
-        found.append(replace(tile, scheduler=scheduler, eager=out_buffer == "own" and _begins_early(printed, columns, padded_dim_v)))
+        eager = out_buffer == "own" and padded_dim <= padded_dim_v and _begins_early(printed, columns, padded_dim_v)
+        found.append(
+            replace(tile, scheduler=scheduler, eager=eager, pinned=(padded_dim, padded_dim_v) == (128, 128) and _is_pinned(graph, printed))
+        )
     return sorted(found, key=lambda tile: tile.scheduler == "grid")  # a queue is worth more than columns
 
 
@@ -217,6 +223,11 @@ def _begins_early(kernel: Kernel, columns: int, padded_dim_v: int) -> bool:
     ):  # worked out after that product, not under it; or one load for each score
         return False
     return not (kernel.modifies or kernel.allowed) or _fragments(columns, padded_dim_v) <= _MOST_FRAGMENTS_OF_EAGER
+
+
+def _is_pinned(graph: Graph, kernel: Kernel) -> bool:
+    """Whether weights of D = 128 are better worked out early: scores take statements, but none of the special functions' unit."""
+    return kernel.modifies and not (kernel.diagonals or kernel.loads_elements or _costs_special_functions(graph))
 
 
 def _fragments(columns: int, padded_dim_v: int) -> float:

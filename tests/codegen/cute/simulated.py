@@ -421,6 +421,7 @@ def simulate(
         "filling": lambda stages: State(stages, 1),
         "reading": lambda stages, first=0: State(stages, 0, int(first)),
         "weights_fragment": lambda scores, dtype: Registers(len(scores.items), Float32),
+        "weigh_before": lambda total: None,
         "wait_turn": lambda group: _here.block.named_barrier(2 + int(group), 256, True),
         "pass_turn": lambda group, groups: _here.block.named_barrier(2 + (int(group) + 1) % groups, 256, False),
         "group_barrier": lambda group: _here.block.named_barrier(8 + int(group), 128, True),
