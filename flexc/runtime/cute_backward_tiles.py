@@ -29,7 +29,8 @@ def products(dtype, by_keys, rows, head_dim, head_dim_v):
 
     By keys each warpgroup has 64 rows of the first three, whose left operands after the first stay in registers; otherwise it has half of
     the columns, and left operands lie in shared memory. Of the queries' gradient it has 64 rows if there are 128, half of the columns if
-    there are 64; of any other number of queries the gradient is transposed, [dims, queries], and a warpgroup has 64 dimensions.
+    there are 64; of any other number of queries the gradient is transposed, [dims, queries], and a warpgroup has 64 of the first 128
+    dimensions; see `rest_product`.
     """
     k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
     atoms = (GROUPS, 1, 1) if by_keys else (1, GROUPS, 1)
@@ -50,6 +51,13 @@ def products(dtype, by_keys, rows, head_dim, head_dim_v):
     return scores, dv, dk, dq
 
 
+def rest_product(dtype, rows):
+    """The last 64 of 192 dimensions of a transposed gradient of queries, [dims, queries]: a warpgroup has half of the queries."""
+    k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+    source = warpgroup.OperandSource.SMEM
+    return hopper.make_trivial_tiled_mma(dtype, dtype, mn_major, k_major, Float32, (1, GROUPS, 1), (64, rows // GROUPS), source)
+
+
 def layouts(dtype, by_keys, by_parts, rows, columns, stages, head_dim, head_dim_v):
     """Swizzled layouts in shared memory: q, dout, k, v, scores; and dk, dv, dq before a bulk copy stores them.
 
@@ -58,24 +66,25 @@ def layouts(dtype, by_keys, by_parts, rows, columns, stages, head_dim, head_dim_
     columns for each warpgroup; no share ends inside a row of the swizzle.
     """
     share = 1 if by_keys else GROUPS
-    high = rows // 64
+    dq_share = 64 if rows % 64 else head_dim * (rows // 64) // GROUPS
     own_rows, own = (64, share) if by_parts else (columns, 1)
     return (
         _rows_in_shared(dtype, rows, head_dim, stages, head_dim // share),
         _rows_in_shared(dtype, rows, head_dim_v, stages, head_dim_v // share),
-        _rows_in_shared(dtype, columns, head_dim, 1, head_dim * high // GROUPS),
+        _rows_in_shared(dtype, columns, head_dim, 1, dq_share),
         _rows_in_shared(dtype, columns, head_dim_v, 1, head_dim_v),
         _rows_in_shared(dtype, rows, columns, 2, columns) if rows % 64 else _rows_in_shared(dtype, columns, rows, 2, rows),
         _rows_in_shared(dtype, own_rows, head_dim // own, 1, head_dim // share),
         _rows_in_shared(dtype, own_rows, head_dim_v // own, 1, head_dim_v // share),
-        _rows_in_shared(dtype, rows, head_dim, 1, head_dim * high // GROUPS),
+        _rows_in_shared(dtype, rows, head_dim, 1, dq_share),
     )
 
 
 def _rows_in_shared(dtype, rows, width, stages, share):
-    """Rows of `width` 16-bit numbers in the widest swizzle, of 64 numbers."""
-    assert share % 64 == 0, "a share that ends inside a row of the swizzle"
-    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
+    """Rows of `width` 16-bit numbers in the widest swizzle, of 64 or 32 numbers, whose rows a warpgroup's share is made of."""
+    assert share % 32 == 0, "a share that ends inside a row of the swizzle"
+    kind = warpgroup.SmemLayoutAtomKind.K_SW64 if share % 64 else warpgroup.SmemLayoutAtomKind.K_SW128
+    atom = warpgroup.make_smem_layout_atom(kind, dtype)
     return cute.tile_to_shape(atom, (rows, width, stages), order=(0, 1, 2))
 
 
@@ -83,6 +92,13 @@ def rows_product(dtype, width):
     """A warpgroup's product of 64 rows: how its gradients of keys and values lie in registers."""
     k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
     return hopper.make_trivial_tiled_mma(dtype, dtype, k_major, mn_major, Float32, (1, 1, 1), (64, width))
+
+
+def dims_of(x, first, count):
+    """`count` dimensions from `first` on, both whole 64s, of one stage of rows in shared memory in the widest swizzle."""
+    tokens = cute.size(x, mode=[0])
+    layout = _rows_in_shared(x.element_type, tokens, count, 1, 64).outer
+    return cute.make_tensor(x.iterator + first * tokens, cute.select(layout, mode=list(range(cute.rank(x)))))
 
 
 def flipped(x):
@@ -327,15 +343,23 @@ def blocks_behind(partial_blocks, first, count, full_runs, run, run_count):
     return count - early
 
 
+def numbers_before(fragments, i):
+    """A thread's registers in the fragments before this one."""
+    return sum(cute.size(fragment) for fragment in fragments[:i])
+
+
 @cute.jit
 def fill_part(buffer, part, group, size: cutlass.Constexpr, thread):
-    """A warpgroup's fragment into its part of the buffer once that is empty: registers in fours, those of 128 threads in a row."""
+    """A warpgroup's fragments, one after the other, into its part of the buffer once that is empty.
+
+    A thread's registers in fours, those of 128 threads in a row.
+    """
     cute.arch.barrier(barrier_id=EMPTY + group, number_of_threads=WARP_TOO)
-    fours = cute.size(part) // 4
-    target = cute.make_tensor(
-        buffer.iterator + (group * size + (thread % GROUP_THREADS) * 4), cute.make_layout((4, fours), stride=(1, 512))
-    )
-    cute.autovec_copy(cute.make_tensor(part.iterator, cute.make_layout((4, fours))), target)
+    for i in cutlass.range_constexpr(len(part)):
+        fours = cute.size(part[i]) // 4
+        first = group * size + (thread % GROUP_THREADS) * 4 + GROUP_THREADS * numbers_before(part, i)
+        target = cute.make_tensor(buffer.iterator + first, cute.make_layout((4, fours), stride=(1, 512)))
+        cute.autovec_copy(cute.make_tensor(part[i].iterator, cute.make_layout((4, fours))), target)
     publish_shared()
     cute.arch.barrier_arrive(barrier_id=FULL + group, number_of_threads=WARP_TOO)
 
@@ -469,8 +493,10 @@ def wait_for_store():
 
 @cute.jit
 def read_part(sums, tile, part, group, size: cutlass.Constexpr, thread):
-    """What `hand_floats` laid out for a warpgroup, from global memory."""
-    read_registers(own_numbers(sums, Int64(tile) * (GROUPS * size) + group * size, thread), part)
+    """What `fill_part` or `hand_floats` laid out for a warpgroup, from global memory."""
+    for i in cutlass.range_constexpr(len(part)):
+        place = group * size + GROUP_THREADS * numbers_before(part, i)
+        read_registers(own_numbers(sums, Int64(tile) * (GROUPS * size) + place, thread), part[i])
 
 
 @cute.jit
@@ -494,7 +520,8 @@ def stage_rows(product, fragment, factor, shared, thread, dtype: cutlass.Constex
     for i in cutlass.range_constexpr(cute.size(fragment) // 2):
         pair = cute.make_tensor(fragment.iterator + 2 * i, 2).load() * factor
         cute.make_tensor(rounded.iterator + 2 * i, 2).store(pair.to(dtype))
-    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(is_flipped, 4), dtype)
+    matrices = 2 if cute.size(fragment, mode=[0]) % 8 else 4  # at once, of 8 by 8 numbers: a warp's columns are whole 8s or whole 16s
+    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(is_flipped, matrices), dtype)
     copy = cute.make_tiled_copy_C(atom, product).get_slice(thread)
     target = copy.partition_D(cute.make_tensor(shared.iterator, cute.select(shared.layout, mode=[1, 0])) if is_flipped else shared)
     cute.copy(copy, copy.retile(rounded), target)

@@ -40,10 +40,14 @@ class BackwardKernel(Kernel):
     contributions: Contributions | None = None
 
     @property
+    def lines(self) -> int:
+        """Statements for each element."""
+        return len(self.element) + (len(self.contributions.element) if self.contributions else 0)
+
+    @property
     def is_light(self) -> bool:
         """The derivative of the score is 1 and little is worked out for an element: registers suffice for more queries in a step."""
-        lines = len(self.element) + (len(self.contributions.element) if self.contributions else 0)
-        return not self.factor and not self.loads_elements and lines <= 2
+        return not self.factor and not self.loads_elements and self.lines <= 2
 
     @property
     def sums(self) -> int:

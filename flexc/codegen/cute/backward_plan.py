@@ -29,7 +29,8 @@ class BackwardTile:
         split: how the two warpgroups share a step. "keys": 64 keys each, weights stay in registers. "dims": the same 64 keys, half of the
             queries' scores each and half of every gradient's dimensions; weights go through shared memory.
         stages: buffers of queries and of the output's gradients.
-        queue: one block of threads for each SM, tiles from a counter; otherwise one for each tile.
+        queue: one block of threads for each SM, tiles from a counter; otherwise one for each tile. Gradients of keys and values are handed
+            over in the queries' gradient's buffer, which 48 queries of 192 dimensions are too few for.
         direct: computing threads add to the gradient of the queries from their registers; otherwise they hand it, in shared memory, to a
             warp that adds it, which is faster where there is room for both. Not together with a queue, nor in a fixed order.
         apart: gradients of values leave through a buffer and a warp of their own, so that nothing waits for those of keys. With a queue.
@@ -108,19 +109,23 @@ class BackwardPlan(Listed):
 
 
 # (D, Dv) after padding → tiles, best first, without a mask and with one, whose tiles are of uneven length. A warpgroup's share of the
-# dimensions must be whole rows of a swizzled buffer, 64 numbers. At D = 64 the registers do not suffice for a queue as well; nor do they at
-# D = 128 for 80 queries and a mask, or a kernel that is not `is_light`.
-_WIDE = (BackwardTile(64, 64, "dims", 2, direct=True), BackwardTile(64, 64, "dims", 1))
+# dimensions must be whole rows of a swizzled buffer, 64 numbers or 32. At D = 64 the registers do not suffice for a queue as well; nor do
+# they at D = 128 for 80 queries and a mask, or a kernel that is not `is_light`. At (192, 128) the gradients of 128 keys take 160 registers
+# of 240, and 48 queries what is left.
+_WIDE = (BackwardTile(64, 64, "dims", 2, direct=True), BackwardTile(64, 64, "dims", 2), BackwardTile(64, 64, "dims", 1))
+_NARROW = (BackwardTile(48, 128), *_WIDE)
 _UNEVEN = (BackwardTile(64, 128, queue=True, apart=True), BackwardTile(64, 128, queue=True), BackwardTile(64, 128))
 _TILES: dict[tuple[int, int], tuple[tuple[BackwardTile, ...], tuple[BackwardTile, ...]]] = {
     (64, 64): ((BackwardTile(128, 128),), (BackwardTile(128, 128),)),
     (128, 128): ((BackwardTile(80, 128), BackwardTile(64, 128)), _UNEVEN),
+    (192, 128): (_NARROW, _NARROW),
+    (128, 192): (_NARROW, _NARROW),
 }
 
 
 def padded_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     """The head dimensions that products work on."""
-    widths = [next(width for width in (64, 128, 256) if width >= dim) for dim in (head_dim, head_dim_v)]
+    widths = [next(width for width in (64, 128, 192, 256) if width >= dim) for dim in (head_dim, head_dim_v)]
     return (64, 64) if max(widths) == 64 else (max(widths[0], 128), max(widths[1], 128))
 
 
@@ -140,7 +145,9 @@ def backward_candidates(
 ) -> list[BackwardTile]:
     """Tiles that fit the target and what the kernel prints, best guess first."""
     listed = _TILES.get((padded_dim, padded_dim_v), (_WIDE, _WIDE))[int(has_mask)]
-    fitting = [tile for tile in listed if (kernel.is_light or not tile.flips_dq) and not (deterministic and tile.direct)]
+    fitting = [tile for tile in listed if (kernel.is_light or tile.rows != 80) and not (deterministic and tile.direct)]
+    if kernel.lines > 4 or kernel.sums > 1 or (deterministic and has_mask):
+        fitting = [tile for tile in fitting if tile.rows != 48]  # ptxas serialises products, or spills 100 bytes and more
     fitting = [tile for tile in fitting if kernel.sums <= 1 or not tile.apart]  # ptxas spills 128 bytes instead of 32
     return [tile for tile in fitting if backward_smem_bytes(tile, padded_dim, padded_dim_v, kernel.column_bytes) <= target.smem_bytes]
 

@@ -160,6 +160,19 @@ class Flipped:
         self.buffer = buffer
 
 
+class Columns:
+    """Some columns of a buffer, or of its one stage."""
+
+    def __init__(self, whole: Buffer | Slot, first: int, count: int):
+        self.buffer, self.part = whole.buffer if isinstance(whole, Slot) else whole, slice(first, first + count)
+        self.stage = whole.stage if isinstance(whole, Slot) else None
+
+    @property
+    def data(self) -> np.ndarray:
+        stages = self.buffer.data[..., self.part]
+        return stages if self.stage is None else stages[self.stage]
+
+
 class TiledProduct:
     """A product of both warpgroups: each has its half of the rows (`by_rows`) or of the columns."""
 
@@ -225,6 +238,8 @@ class Machine:
             TiledProduct("dk", by_keys),
             TiledProduct("dq", t.rows == 128 or t.flips_dq),
         ]
+        if t.flips_dq and plan.padded_dim == 192:
+            self.products.append(TiledProduct("rest", False))
         if t.queue or plan.by_head:
             self.products += [TiledProduct("dk rows", True, True), TiledProduct("dv rows", True, True)]
 
@@ -383,7 +398,7 @@ class Machine:
 
     def side(self, operand: Any, stage: int) -> np.ndarray:
         buffer = operand.buffer if isinstance(operand, Flipped) else operand
-        self.must_be_public(buffer, int(stage))
+        self.must_be_public(buffer.buffer if isinstance(buffer, Columns) else buffer, int(stage))
         data = buffer.data[int(stage)]
         return data.T if isinstance(operand, Flipped) else data
 
@@ -433,7 +448,14 @@ class Machine:
             data[first_row + row, first_column + column] = value
 
     def stage_rows(
-        self, product: TiledProduct, fragment: Registers, factor: Any, shared: Slot, thread: Any, dtype: Any, is_flipped: bool = False
+        self,
+        product: TiledProduct,
+        fragment: Registers,
+        factor: Any,
+        shared: Slot | Columns,
+        thread: Any,
+        dtype: Any,
+        is_flipped: bool = False,
     ) -> None:
         values = [self.rounded((fragment[i] * factor).value) for i in range(len(fragment.items))]
         self.put(product, values, shared.data.T if is_flipped else shared.data)
@@ -542,6 +564,7 @@ def simulate_backward(
     }
     hardware |= {
         "flipped": Flipped,
+        "dims_of": Columns,
         "same_registers": _same_registers,
         "recast_buffer": machine.rows_over,
     }
@@ -626,7 +649,7 @@ def simulate_backward(
         sums,
         dq_sums,
         *arguments,
-        *machine.products[: 4 if plan.by_head else None],
+        *(product for product in machine.products if not (plan.by_head and product.is_own)),
         *layouts,
         *(() if plan.by_head else of_stored),
         None,
@@ -637,10 +660,12 @@ def simulate_backward(
             "each block of keys has had its turn"
         )
     assert counter.item() == 0, "the next launch begins with a counter of 0"
-    launch("convert", batch * heads * blocks, 8, 0, "store", Global(dq), dq_sums, Float32(scale), machine.products[3], _Name("dq"), None)
+    of_queries = [product for product in machine.products if product.name in ("dq", "rest")]
+    launch("convert", batch * heads * blocks, 8, 0, "store", Global(dq), dq_sums, Float32(scale), *of_queries, _Name("dq"), None)
     if plan.by_head:
+        of_keys = [product for product in machine.products if product.is_own]
         count = batch * kv_heads * key_blocks
-        launch("convert_keys", count, 8, 0, *stored, key_sums, Float32(scale), *machine.products[4:], *of_stored, None)
+        launch("convert_keys", count, 8, 0, *stored, key_sums, Float32(scale), *of_keys, *of_stored, None)
     return dq, dk, dv, *captured
 
 

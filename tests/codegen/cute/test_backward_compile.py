@@ -24,8 +24,14 @@ CONFIGURATIONS = {
     ("softcap", 128, 128): 48,
     ("plain", 64, 64): 0,
     ("causal", 64, 64): 0,
+    ("plain", 192, 128): 0,
     ("causal", 192, 128): 0,
+    ("documents", 192, 128): 0,
+    ("softcap", 192, 128): 48,
+    ("leaky", 192, 128): 0,
+    ("causal", 100, 192): 0,
     ("plain", 192, 192): 0,
+    ("documents", 160, 192): 0,
     ("softcap", 256, 256): 0,
     ("flags", 72, 40): 24,
 }
@@ -81,6 +87,8 @@ def test_a_standard_configuration_is_clean(tmp_path, name, head_dim, head_dim_v)
         ("plain", 128, BackwardTile(64, 128, queue=True)),
         ("window", 128, BackwardTile(64, 128)),
         ("plain", 128, BackwardTile(64, 128)),
+        ("plain", 192, BackwardTile(64, 64, "dims", 2)),
+        ("causal", 192, BackwardTile(128, 64, "dims", 1, direct=True)),
     ],
 )
 def test_other_tiles_are_clean(tmp_path, name, head_dim, tile):
@@ -116,6 +124,7 @@ def test_gradients_of_captured_tensors_are_clean(tmp_path, name, head_dim, spill
         ("plain", 64, None, 1),
         ("plain", 128, None, 1),
         ("plain", 128, BackwardTile(64, 128, queue=True), 1),
+        ("plain", 192, None, 1),
         ("plain", 256, None, 1),
         ("causal", 128, None, 1),
         ("documents", 128, None, 4),

@@ -121,6 +121,7 @@ def test_kernels_compute_the_gradients_of_their_variant(name):
 
 QUEUE, APART = BackwardTile(64, 128, queue=True), BackwardTile(64, 128, queue=True, apart=True)
 ROWS_80, ROWS_80_SMALL = BackwardTile(80, 128), BackwardTile(80, 128, stages=1)
+WIDE_KEYS = {"head_dim": 192, "head_dim_v": 128}
 IN_TURN = {"head_dim": 128, "deterministic": True, "blocks_of_threads": 3, "at_once": 3}
 CASES = {
     "grouped heads, a short head": ("causal", {"batch": 2, "heads": 4, "kv_heads": 2, "kv_len": 100, "with_lse": True}),
@@ -128,7 +129,23 @@ CASES = {
     "padded": ("documents", {"head_dim": 72, "head_dim_v": 40}),
     "rows without keys": ("hole", {"head_dim": 128, "q_len": 230, "kv_len": 200, "with_lse": True}),
     "by dims, both of 192": ("causal", {"head_dim": 192, "q_len": 100, "kv_len": 130, "with_lse": True}),
-    "by dims": ("softcap", {"head_dim": 192, "head_dim_v": 128, "q_len": 100, "kv_len": 130}),
+    "by dims": ("leaky", {"head_dim": 192, "head_dim_v": 128, "q_len": 100, "kv_len": 130}),
+    "by dims, both of 192, a window": ("window", {"head_dim": 192, "heads": 4, "kv_heads": 2, "q_len": 170, "kv_len": 150}),
+    "by dims, padded to 192": ("documents", {"head_dim": 140, "head_dim_v": 136, "q_len": 130, "kv_len": 70}),
+    "by dims, 192 and 256": ("causal", {"head_dim": 192, "head_dim_v": 256, "heads": 1, "q_len": 100, "kv_len": 130}),
+    "by dims, 128 queries": (
+        "causal",
+        {"head_dim": 192, "head_dim_v": 128, "q_len": 170, "kv_len": 130, "tile": BackwardTile(128, 64, "dims", 1, direct=True)},
+    ),
+    "48 queries": ("plain", {**WIDE_KEYS, "batch": 2, "q_len": 130, "kv_len": 190, "with_lse": True}),
+    "48 queries, grouped": ("causal", {**WIDE_KEYS, "heads": 4, "q_len": 150, "kv_len": 170, "with_lse": True}),
+    "48 queries, a soft cap": ("softcap", {**WIDE_KEYS, "q_len": 100, "kv_len": 130}),
+    "48 queries, a window": ("window", {**WIDE_KEYS, "heads": 3, "kv_heads": 3, "q_len": 260, "kv_len": 300}),
+    "48 queries, values staged": ("documents", {**WIDE_KEYS, "q_len": 170, "kv_len": 190}),
+    "48 queries, padded": ("hole", {"head_dim": 136, "head_dim_v": 40, "q_len": 170, "kv_len": 190}),
+    "48 queries, wide values": ("alibi", {"head_dim": 100, "head_dim_v": 192, "q_len": 130, "kv_len": 190, "with_lse": True}),
+    "48 queries, added from registers": ("causal", {**WIDE_KEYS, "q_len": 130, "kv_len": 190, "tile": BackwardTile(48, 128, direct=True)}),
+    "48 queries, few": ("plain", {**WIDE_KEYS, "q_len": 5, "kv_len": 3}),
     "by dims, wide": ("window", {"head_dim": 256, "q_len": 130, "kv_len": 100}),
     "by dims, values staged": ("documents", {"head_dim": 130, "q_len": 130, "kv_len": 100}),
     "by dims, a queue": (
@@ -178,6 +195,8 @@ CASES = {
     ),
     "in turn, grouped": ("plain", {"head_dim": 64, "heads": 4, "kv_heads": 2, "q_len": 200, "kv_len": 300, "deterministic": True}),
     "in turn, by dims": ("plain", {"head_dim": 192, "q_len": 130, "kv_len": 200, "deterministic": True}),
+    "in turn, 48 queries": ("plain", {**WIDE_KEYS, "heads": 4, "kv_heads": 2, "q_len": 130, "kv_len": 300, "deterministic": True}),
+    "in turn, a mask, 192 and 128": ("prefix", {"q_len": 130, "kv_len": 270, **IN_TURN, **WIDE_KEYS}),
     "in turn, a mask": ("causal", {"q_len": 250, "kv_len": 280, **IN_TURN, "with_lse": True}),
     "in turn, a mask, grouped": ("window", {"batch": 2, "q_len": 300, "kv_len": 260, **IN_TURN}),
     "in turn, keys without queries": ("hole", {"q_len": 230, "kv_len": 600, **IN_TURN}),
@@ -300,6 +319,7 @@ LEARNED = {
     "inside and outside of a soft cap": (capped, window, {"head_dim": 64, "heads": 3, "kv_heads": 3}),
     "batch and head": (entries, None, {"batch": 2, "heads": 2, "kv_heads": 1, "q_len": 100, "kv_len": 130}),
     "by dims": (capped, causal, {"head_dim": 192, "head_dim_v": 128, "q_len": 100, "kv_len": 130}),
+    "48 queries": (alibi, causal, {**WIDE_KEYS, "heads": 4, "kv_heads": 2, "q_len": 150, "kv_len": 190, "seed": 1}),
 }
 
 
