@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import subprocess
 import sys
 import threading
@@ -32,9 +33,9 @@ def fresh(tmp_path, monkeypatch):
     pipeline.clear_cache()
 
 
-def artifact_of(mask=causal, backend=backends.TRITON):
+def artifact_of(mask=causal, backend=backends.TRITON, shapes=SHAPES):
     trace, _ = frontend.trace(None, mask)
-    return pipeline.compile_attention(trace.graph, SHAPES, Target.parse("sm_90a"), backend, "asked for", Options(), "a test")
+    return pipeline.compile_attention(trace.graph, shapes, Target.parse("sm_90a"), backend, "asked for", Options(), "a test")
 
 
 @pytest.fixture
@@ -61,11 +62,16 @@ def test_each_kernel_of_a_new_module_once(fresh, compiled):
     assert begin(artifact, "forward") == begin(artifact, "backward") == [] and not artifact.unlaunched
 
 
-def test_a_module_of_the_cute_backend(fresh, compiled):
-    artifact = artifact_of(backend=backends.CUTE)
+@pytest.mark.parametrize(("heads_kv", "of_groups"), [(4, []), (2, ["convert_keys_kernel"])], ids=["heads", "groups"])
+def test_a_module_of_the_cute_backend(heads_kv, of_groups, fresh, compiled):
+    shapes = dataclasses.replace(SHAPES, heads_kv=heads_kv)
+    artifact = artifact_of(backend=backends.CUTE, shapes=shapes)
     begin(artifact, "forward")
-    begin(artifact.for_backward(SHAPES, Options()), "backward")
-    assert [sorted(names) for names in compiled] == [["forward_kernel"], ["backward_kernel", "convert_kernel", "row_sums_kernel"]]
+    begin(artifact.for_backward(shapes, Options()), "backward")
+    assert [sorted(names) for names in compiled] == [
+        ["forward_kernel"],
+        sorted(["backward_kernel", "convert_kernel", "row_sums_kernel", *of_groups]),
+    ]
 
 
 def test_nothing_where_there_is_nothing_to_compile_or_to_wait_for(fresh, compiled):
